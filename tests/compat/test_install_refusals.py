@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing.context
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +18,6 @@ from torch.utils.data import IterableDataset
 import hybridloader
 from hybridloader import DataLoader, Threads, install
 from hybridloader.errors import BackendUnavailable, WorkerPicklingError
-from hybridloader.loader.options import Options
-from hybridloader.loader.plan import LoaderPlan
-
-ROOT = Path(__file__).parents[2]
-
 
 # -- what ours would refuse ------------------------------------------------------------------------
 
@@ -152,16 +146,6 @@ def test_what_is_asked_for_by_name_is_refused_as_ever() -> None:
 def test_threads_come_before_a_context_of_the_loader() -> None:
     with install("threads"):
         assert origins(origin_loader(1, multiprocessing_context="fork")) == THREAD
-
-
-def test_a_context_is_heeded_where_the_backend_leaves_that_open() -> None:
-    loader = origin_loader(1, multiprocessing_context="fork")
-    for asked in (None, "shared-memory"):
-        backend: Any = LoaderPlan.of(loader, asked, Options()).backend
-        assert backend.start_method == "fork"
-    loky = hybridloader.SharedMemory(start_method="loky")
-    other: Any = LoaderPlan.of(loader, loky, Options()).backend
-    assert other.start_method == "loky"
 
 
 @needs_fork

@@ -33,20 +33,6 @@ def test_twice_is_an_error_that_says_where_it_was_done_first() -> None:
     assert repr(first) == f"<Installation backend='threads', active, from {__file__}:{line}>"
 
 
-def test_nested_blocks_are_refused_and_the_outer_one_stays() -> None:
-    with install("threads") as outer:
-        with pytest.raises(RuntimeError), install("inline"):
-            pytest.fail("entered")
-        assert outer.active
-        assert origins(origin_loader()) == THREAD
-
-
-def test_an_error_within_undoes_it_and_comes_out() -> None:
-    with pytest.raises(KeyError), install("threads"):
-        raise KeyError
-    assert vars(TorchLoader)["_get_iterator"] is TORCHS
-
-
 def test_it_may_be_undone_any_number_of_times_and_only_by_whoever_did_it() -> None:
     uninstall()
     first = install("threads")
@@ -61,34 +47,26 @@ def test_it_may_be_undone_any_number_of_times_and_only_by_whoever_did_it() -> No
         assert repr(second).startswith("<Installation backend='inline', undone, from ")
 
 
-@pytest.mark.parametrize(
-    ("backend", "options", "error", "says"),
-    [
+def test_a_wrong_value_changes_nothing() -> None:
+    keywords = "unexpected keyword 'workers'; there are: backend, threads_"
+    refused: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ("thread", {}, BackendUnavailable, "unknown backend 'thread'"),
         (Threads, {}, TypeError, r"use an instance: Threads\(\)"),
-        (
-            "threads",
-            {"workers": 2},
-            TypeError,
-            "unexpected keyword 'workers'; there are: backend, threads_",
-        ),
+        ("threads", {"workers": 2}, TypeError, keywords),
         ("threads", {"on_error": "ignore"}, ValueError, "on_error must be"),
         ("threads", {"seeding": 3}, ValueError, "SampleSeeding"),
         ("threads", {"on_worker_death": 1}, ValueError, "on_worker_death"),
         ("threads", {"task_timeout": -1}, ValueError, "task_timeout is seconds"),
         ("threads", {"threads_per_worker": 0}, ValueError, "threads_per_worker must be at least 1"),
         ("threads", {"shard_remainders": "drop"}, ValueError, "shard_remainders must be"),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
-def test_a_wrong_value_changes_nothing(
-    backend: Any, options: Any, error: type[Exception], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        install(backend, **options)
+    ]
+    for backend, options, error, says in refused:
+        with pytest.raises(error, match=says):
+            install(backend, **options)
+        assert vars(TorchLoader)["_get_iterator"] is TORCHS
+    with pytest.raises(KeyError), install("threads"):
+        raise KeyError
     assert vars(TorchLoader)["_get_iterator"] is TORCHS
-    with install("threads"):
-        pass
 
 
 def test_of_many_threads_one_installs_and_the_others_are_told() -> None:
@@ -109,27 +87,6 @@ def test_of_many_threads_one_installs_and_the_others_are_told() -> None:
     (winner,) = [r for r in results if not isinstance(r, RuntimeError)]
     assert len(results) == 8
     assert winner.active
-
-
-def test_loaders_are_iterated_while_other_threads_install_and_undo() -> None:
-    stop, found, errors = threading.Event(), set(), []
-
-    def iterate() -> None:
-        try:
-            while not stop.is_set():
-                found.update(how for how, _ in origin_loader(0))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=iterate)
-    thread.start()
-    for _ in range(200):
-        with install("inline"):
-            pass
-    stop.set()
-    thread.join()
-    assert not errors
-    assert found <= {"caller"}
 
 
 # -- others who replace the same method ------------------------------------------------------------

@@ -62,6 +62,7 @@ def alike(*arguments: str, cwd: Path) -> tuple[str, str, int]:
     return wanted
 
 
+@pytest.mark.full  # 10 s; processes by spawn find the main module in the same way
 @needs_fork  # forkserver
 def test_workers_that_run_the_script_again_send_its_objects(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
@@ -219,25 +220,25 @@ def test_a_mistake_is_one_line(
     assert says in told
 
 
-def test_what_a_module_lacks_itself_is_told_by_python(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        ("import not_there_at_all", "ModuleNotFoundError: No module named 'not_there_at_all'"),
+        ("raise ValueError('no data here')", "ValueError: no data here"),
+    ],
+)
+def test_what_a_package_on_the_way_lacks_or_raises_is_told_by_python(
+    tmp_path: Path, first: str, says: str
+) -> None:
     """Only the module that was asked for is ours to miss."""
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("import not_there_at_all\n")
-    _, problems, code = python("-m", "hybridloader", "run", "-m", "package.part", cwd=tmp_path)
-    assert code == 1
-    assert problems.endswith("ModuleNotFoundError: No module named 'not_there_at_all'\n")
-
-
-@pytest.mark.parametrize("error", ["ValueError", "RuntimeError"])
-def test_what_a_package_on_the_way_raises_is_told_by_python(tmp_path: Path, error: str) -> None:
     package = tmp_path / "package"
     package.mkdir()
-    (package / "__init__.py").write_text(f"raise {error}('no data here')\n")
+    (package / "__init__.py").write_text(first)
     (package / "part.py").touch()
     out, told, code = python("-m", "hybridloader", "run", "-m", "package.part", cwd=tmp_path)
     assert (out, code) == ("", 1)
     assert told.startswith("Traceback")
-    assert told.endswith(f"{error}: no data here\n")
+    assert told.endswith(f"{says}\n")
 
 
 def test_it_is_undone_for_nobody_else(tmp_path: Path) -> None:

@@ -33,10 +33,8 @@ WAYS = [
 ways = pytest.mark.parametrize(("backend", "workers"), WAYS)
 
 
-def elsewhere(function: Callable[[], Any]) -> Any:
-    """Result of the function on a thread without slots."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
+OWN = 256 << 10
+"""Bytes from which on a batch has a slot."""
 
 
 class Marked(torch.Tensor):
@@ -102,28 +100,99 @@ def of_subclasses(index: int) -> Any:
     }
 
 
-@pytest.mark.parametrize(("backend", "workers"), [("inline", 0), ("threads", 2), ("fork", 1)])
-def test_subclasses_keep_type_and_attributes_as_torchs_workers_have_them(
-    backend: Any, workers: int
-) -> None:
-    expected = torchs_own(of_subclasses, num_workers=workers)
-    for batch, other in zip(ours(of_subclasses, backend, workers), expected, strict=True):
+@ways
+def test_large_batches_equal_torchs(backend: str, workers: int) -> None:
+    for make in (nested, arrays):
+        for batch, expected in zip(ours(make, backend, workers), torchs_own(make), strict=True):
+            same(batch, expected)
+    # Subclasses keep type and attributes as torch's workers have them.
+    theirs = torchs_own(of_subclasses, num_workers=workers)
+    for batch, other in zip(ours(of_subclasses, backend, workers), theirs, strict=True):
         for name, tensor in batch.items():
             assert type(tensor) is type(other[name])
             assert vars(tensor) == vars(other[name])
         same(batch, other)
 
 
-@pytest.mark.parametrize("kind", [Marked, Tagged, Unwrapped])
-def test_subclasses_are_collated_into_slots_where_torchs_workers_give_memory(kind: Any) -> None:
-    made = Made(lambda index: square(index).as_subclass(kind), 80)
-    seen = set()
-    with iter(DataLoader(made, 4, num_workers=1, backend="threads")) as batches:
-        for number, batch in enumerate(batches):
-            seen.add(batch.data_ptr())
-            assert torch.equal(batch[3].as_subclass(torch.Tensor), square(4 * number + 3))
-            del batch
-    assert len(seen) <= 10  # of 20
+def conjugated(t: torch.Tensor) -> torch.Tensor:
+    return torch.complex(t, t + 1).conj()
+
+
+IN_SLOTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **{
+        name: lambda t, name=name: t.to(getattr(torch, name))  # type: ignore[misc]
+        for name in ("bool", "uint16", "bfloat16", "complex128", "float8_e5m2")
+    },
+    "transposed": lambda t: t.T,
+    "with gaps": lambda t: t[::2],
+    "expanded": lambda t: t[:1].expand(SIDE, SIDE),
+    "conjugated": conjugated,
+    "negated": lambda t: conjugated(t).imag,
+    "4-d": lambda t: t.reshape(3, 4, 75, 100).to(memory_format=torch.channels_last),
+    "as large as a slot's": lambda t: torch.ones(OWN // 4, dtype=torch.uint8),
+    "as large in other units": lambda t: torch.ones(OWN // 32, dtype=torch.float64),
+}
+LEFT_TO_TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "requires grad": lambda t: t.requires_grad_(),
+    "parameter": torch.nn.Parameter,
+    "subclass": lambda t: t.as_subclass(Marked),
+    "meta": lambda t: torch.empty(SIDE, SIDE, device="meta"),
+    "small": lambda t: torch.ones(OWN // 4 - 1, dtype=torch.uint8),
+    "small in other units": lambda t: torch.ones(OWN // 32 - 1, dtype=torch.float64),
+}
+
+
+def test_large_batches_of_any_dtype_and_strides_lie_in_slots_as_torchs_workers_stack_them(
+    slots: PrivateSlots,
+) -> None:
+    for name, of in IN_SLOTS.items():
+        samples = [of(square(k)) for k in range(4)]
+        before = slots.size
+        batch = default_collate(samples)
+        assert slots.size >= before + batch.nbytes, name
+        assert batch._base is None
+        # torch's worker stacks into shared memory of its own, which is contiguous.
+        expected = torch.empty((4, *samples[0].shape), dtype=samples[0].dtype)
+        torch.stack(samples, out=expected)
+        if "float8" in name:  # torch can't compare it
+            batch, expected = batch.view(torch.uint8), expected.view(torch.uint8)
+        same(batch, expected)
+        kept.append(batch)
+    kept.clear()
+
+
+kept: list[torch.Tensor] = []
+"""Batches whose slots are not used again meanwhile."""
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_small_and_odd_tensors_are_left_to_torch(slots: PrivateSlots) -> None:
+    for name, of in LEFT_TO_TORCH.items():
+        before = slots.size
+        got = default_collate([of(square(k)) for k in range(4)])
+        assert slots.size == before or "small" not in name
+        with ThreadPoolExecutor(1) as pool:  # a thread without slots
+            plain = pool.submit(lambda of=of: default_collate([of(square(k)) for k in range(4)]))
+        expected = plain.result()
+        assert (type(got), got.layout, got.device) == (type(expected), expected.layout, got.device)
+        assert (got.grad_fn is None) == (expected.grad_fn is None)
+        if got.device.type != "meta":
+            same(got.detach(), expected.detach())
+    for words, odd in (
+        ("nested", lambda k: torch.nested.nested_tensor([square(k)])),
+        ("sparse", lambda k: square(k).to_sparse()),
+    ):
+        with pytest.raises(RuntimeError, match=f"{words} tensors are not currently supported"):
+            default_collate([odd(k) for k in range(8)])
+    # One odd tensor among plain ones.
+    plain_ones = [square(k) for k in range(8)]
+    grad = default_collate([*plain_ones, square(9).requires_grad_()])
+    assert grad.requires_grad
+    grad.sum().backward()
+    mixed = default_collate([*plain_ones, square(9, torch.float64)])
+    assert mixed.dtype is torch.float64
+    assert torch.equal(mixed[3], plain_ones[3].double())
+    assert type(default_collate([*plain_ones, square(9).as_subclass(Marked)])) is Marked
 
 
 def test_a_subclass_that_refuses_a_slot_is_collated_all_the_same() -> None:
@@ -132,90 +201,6 @@ def test_a_subclass_that_refuses_a_slot_is_collated_all_the_same() -> None:
         assert torch.equal(
             found[0].as_subclass(torch.Tensor) + 3, found[3].as_subclass(torch.Tensor)
         )
-
-
-@pytest.mark.parametrize("make", [nested, arrays])
-@ways
-def test_large_batches_equal_torchs(backend: str, workers: int, make: Any) -> None:
-    for batch, expected in zip(ours(make, backend, workers), torchs_own(make), strict=True):
-        same(batch, expected)
-
-
-@pytest.mark.parametrize("name", ["bool", "uint16", "bfloat16", "complex128", "float8_e5m2"])
-def test_a_batch_of_any_dtype_lies_in_a_slot_and_equals_torchs(
-    name: str, slots: PrivateSlots
-) -> None:
-    samples = [square(k).to(getattr(torch, name)) for k in range(8)]
-    batch = default_collate(samples)
-    assert slots.size >= batch.nbytes
-    assert batch.dtype is samples[0].dtype
-    assert batch._base is None
-    for sample, row in zip(samples, batch, strict=True):
-        assert torch.equal(sample.view(torch.uint8), row.view(torch.uint8))
-
-
-@pytest.mark.parametrize(
-    "of",
-    [
-        pytest.param(lambda t: t.T, id="transposed"),
-        pytest.param(lambda t: t[::2], id="with gaps"),
-        pytest.param(lambda t: t[:1].expand(SIDE, SIDE), id="expanded"),
-        pytest.param(lambda t: torch.complex(t, t + 1).conj(), id="conjugated"),
-        pytest.param(lambda t: torch.complex(t, t + 1).conj().imag, id="negated"),
-        pytest.param(
-            lambda t: t.reshape(3, 4, 75, 100).to(memory_format=torch.channels_last), id="4-d"
-        ),
-    ],
-)
-def test_samples_of_any_strides_collate_to_what_torchs_workers_give(
-    of: Any, slots: PrivateSlots
-) -> None:
-    samples = [of(square(k)) for k in range(8)]
-    batch = default_collate(samples)
-    assert slots.size >= batch.nbytes
-    # torch's worker stacks into shared memory of its own, which is contiguous.
-    expected = torch.empty((8, *samples[0].shape), dtype=samples[0].dtype)
-    torch.stack(samples, out=expected)
-    same(batch, expected)
-
-
-@pytest.mark.parametrize(
-    "of",
-    [
-        pytest.param(lambda t: t.requires_grad_(), id="requires grad"),
-        pytest.param(lambda t: torch.nn.Parameter(t), id="parameter"),
-        pytest.param(lambda t: t.as_subclass(Marked), id="subclass"),
-        pytest.param(lambda t: torch.empty(SIDE, SIDE, device="meta"), id="meta"),
-    ],
-)
-def test_odd_tensors_are_left_to_torch(of: Any, slots: PrivateSlots) -> None:
-    got = default_collate([of(square(k)) for k in range(8)])
-    expected = elsewhere(lambda: default_collate([of(square(k)) for k in range(8)]))
-    assert (type(got), got.layout, got.device) == (type(expected), expected.layout, expected.device)
-    assert (got.grad_fn is None) == (expected.grad_fn is None)
-    if got.device.type != "meta":
-        same(got.detach(), expected.detach())
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_nested_and_sparse_tensors_raise_torchs_own_words(slots: PrivateSlots) -> None:
-    with pytest.raises(RuntimeError, match="nested tensors are not currently supported"):
-        default_collate([torch.nested.nested_tensor([square(k)]) for k in range(8)])
-    with pytest.raises(RuntimeError, match="sparse tensors are not currently supported"):
-        default_collate([square(k).to_sparse() for k in range(8)])
-    assert slots.size == 0
-
-
-def test_one_odd_tensor_among_plain_ones_is_left_to_torch(slots: PrivateSlots) -> None:
-    plain = [square(k) for k in range(8)]
-    grad = default_collate([*plain, square(9).requires_grad_()])
-    assert grad.requires_grad
-    grad.sum().backward()
-    mixed = default_collate([*plain, square(9, torch.float64)])
-    assert mixed.dtype is torch.float64
-    assert torch.equal(mixed[3], plain[3].double())
-    marked = default_collate([*plain, square(9).as_subclass(Marked)])
-    assert type(marked) is Marked
 
 
 def unequal(index: int) -> Any:
@@ -275,30 +260,38 @@ def passes_a_map_of_its_own(samples: list[Any]) -> Any:
     return torchs.collate(samples, collate_fn_map=chosen)
 
 
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (squares(k) for k in range(160))
+
+
 @pytest.mark.parametrize(
-    ("backend", "workers", "collate_fn"),
+    ("backend", "workers", "dataset", "collate_fn"),
     [
-        ("inline", 0, calls_default_collate),
-        ("threads", 2, calls_default_collate),
-        ("threads", 2, passes_the_map_on),
-        ("threads", 2, passes_a_map_of_its_own),
-        ("fork", 2, calls_default_collate),
+        ("inline", 0, Made(squares, 160), calls_default_collate),
+        ("threads", 2, Made(squares, 160), calls_default_collate),
+        ("threads", 2, Made(squares, 160), passes_the_map_on),
+        ("threads", 2, Made(squares, 160), passes_a_map_of_its_own),
+        ("fork", 2, Made(squares, 160), calls_default_collate),
+        ("threads", 1, Stream(), None),
+        *(
+            ("threads", 1, Made(lambda k, kind=kind: (square(k).as_subclass(kind), k), 160), None)
+            for kind in (Marked, Tagged, Unwrapped)
+        ),
     ],
 )
-def test_a_users_own_collate_function_gets_slots_too(
-    backend: str, workers: int, collate_fn: Any
+def test_a_users_own_function_iterable_datasets_and_subclasses_get_slots_too(
+    backend: str, workers: int, dataset: Any, collate_fn: Any
 ) -> None:
-    loader = DataLoader(
-        Made(squares, 160), 4, num_workers=workers, collate_fn=collate_fn, backend=backend
-    )
+    loader = DataLoader(dataset, 4, num_workers=workers, collate_fn=collate_fn, backend=backend)
     seen = []
     with iter(loader) as batches:
         for number, (image, label) in enumerate(batches):
             seen.append(image.data_ptr())
             assert label.tolist() == list(range(4 * number, 4 * number + 4))
-            assert torch.equal(image[3], square(4 * number + 3))
+            assert torch.equal(image[3].as_subclass(torch.Tensor), square(4 * number + 3))
             del image
-    assert len(set(seen)) <= 20
+    assert len(set(seen)) <= 20  # of 40
 
 
 class Hoarding(Dataset[Any]):
@@ -350,42 +343,6 @@ def test_a_batch_that_the_collate_function_keeps_is_not_written_over(
     keeps_its_batches.all = []  # type: ignore[attr-defined]
 
 
-OWN = 256 << 10
-"""Bytes from which on a batch has a slot."""
-
-
-@pytest.mark.parametrize(
-    ("size", "dtype", "large"),
-    [
-        (OWN // 4 - 1, torch.uint8, False),
-        (OWN // 4, torch.uint8, True),
-        (OWN // 32 - 1, torch.float64, False),
-        (OWN // 32, torch.float64, True),
-    ],
-)
-def test_small_batches_take_no_slot(
-    size: int, dtype: torch.dtype, large: bool, slots: PrivateSlots
-) -> None:
-    batch = default_collate([torch.ones(size, dtype=dtype)] * 4)
-    assert batch.shape == (4, size)
-    assert (slots.size > 0) == large
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return (square(k) for k in range(80))
-
-
-def test_batches_of_an_iterable_dataset_take_slots_too() -> None:
-    with iter(DataLoader(Stream(), 4, num_workers=1, backend="threads")) as batches:
-        seen = set()
-        for number, batch in enumerate(batches):
-            seen.add(batch.data_ptr())
-            assert torch.equal(batch[1], square(4 * number + 1))
-            del batch
-    assert len(seen) <= 10  # of 20
-
-
 # -- whose function it is --------------------------------------------------------------------------
 
 
@@ -427,36 +384,16 @@ def test_numbers_collate_to_what_torch_makes_of_them(device: str, slots: Private
         assert torch.equal(collate([]), torch.tensor([]))
 
 
-def test_a_batch_of_numbers_can_be_resized_as_torchs_can() -> None:
-    [batch, *_] = ours(index_alone, "threads", 1)
-    assert batch.resize_(9).shape == (9,)
-
-
-def test_torchs_function_stays_the_one_of_its_map_and_of_pickles() -> None:
-    ours(square, "threads", 1)
-    assert torchs.default_collate_fn_map[torch.Tensor] is torchs.collate_tensor_fn
-    assert pickle.loads(pickle.dumps(torchs.collate_tensor_fn)) is torchs.collate_tensor_fn
-
-
-def test_who_calls_torchs_function_for_tensors_itself_gets_a_slot(slots: PrivateSlots) -> None:
+def test_torchs_function_stays_the_one_of_its_map_and_of_pickles(slots: PrivateSlots) -> None:
     held = torchs.collate_tensor_fn  # as a library that has taken it from there
+    ours(square, "inline", 0)
+    ours(square, "inline", 2)
+    assert slots.size == 0, "a loader in the caller gives the thread back as it was"
     found = held([square(k) for k in range(4)])
     assert torch.equal(found[3], square(3))
     assert slots.size >= found.nbytes
-
-
-def test_a_thread_without_slots_collates_as_ever(slots: PrivateSlots) -> None:
-    found = elsewhere(lambda: default_collate([square(1)] * 4))
-    assert slots.size == 0
-    assert torch.equal(found[2], square(1))
-
-
-def test_a_loader_in_the_caller_gives_the_thread_back_as_it_was(slots: PrivateSlots) -> None:
-    ours(square, "inline", 0)
-    ours(square, "inline", 2)
-    assert slots.size == 0
-    found = default_collate([square(1)] * 4)
-    assert slots.size >= found.nbytes
+    assert torchs.default_collate_fn_map[torch.Tensor] is torchs.collate_tensor_fn is held
+    assert pickle.loads(pickle.dumps(held)) is held
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -471,6 +408,8 @@ def test_torchs_own_loader_works_as_ever_after_ours(workers: int) -> None:
 
 def test_a_large_batch_of_the_caller_is_resized_as_little_as_one_of_torchs_workers() -> None:
     """Advice of docs/backends.md, which is followed here."""
+    [numbers, *_] = ours(index_alone, "threads", 1)
+    assert numbers.resize_(9).shape == (9,)
     [batch, *_] = ours(square, "inline", 0)
     [theirs, *_] = torchs_own(square, num_workers=1, multiprocessing_context="fork")
     for one in (batch, theirs):

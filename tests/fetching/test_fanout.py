@@ -13,8 +13,6 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.references import merge_references
 
 from hybridloader.engine.messages import Abandoned, TaskContext
@@ -40,31 +38,6 @@ def together(threads: int) -> Callable[[Any], Any]:
     return function
 
 
-@given(st.integers(1, 6), st.integers(0, 40), st.sets(st.integers(0, 39)))
-def test_results_and_errors_are_those_of_a_loop(threads: int, items: int, bad: set[int]) -> None:
-    begun: list[int] = []
-
-    def function(item: int) -> int:
-        begun.append(item)
-        if item in bad:
-            raise ValueError(item)
-        return item * item
-
-    first = min((item for item in bad if item < items), default=None)
-    mine = Fanout(threads)
-    if first is None:
-        assert mine.map(function, range(items)) == [item * item for item in range(items)]
-    else:
-        with pytest.raises(ValueError) as caught:
-            mine.map(function, range(items), what="sample")
-        assert caught.value.args == (first,)
-        assert caught.value.__notes__ == [f"sample {first}"]
-    assert len(begun) == len(set(begun))
-    # Handed out in their order; after an error each thread may have taken one more.
-    assert set(begun) == set(range(len(begun)))
-    assert len(begun) <= (items if first is None else first + threads)
-
-
 def test_a_call_of_which_no_item_has_begun_ends_when_it_is_stopped() -> None:
     mine, release, begun = Fanout(2), threading.Event(), threading.Barrier(3)
     rung: SimpleQueue[str] = SimpleQueue()
@@ -86,23 +59,6 @@ def test_a_call_of_which_no_item_has_begun_ends_when_it_is_stopped() -> None:
     assert running.leave()
     assert [rung.get(timeout=LONG) for _ in range(2)] == ["waiting", "running"]
     assert rung.empty()
-
-
-def test_an_error_waits_for_what_is_running_and_later_errors_do_not_hide_it() -> None:
-    late_has_raised, ended = threading.Event(), []
-
-    def function(item: int) -> None:
-        if item == 1:
-            late_has_raised.set()
-            raise KeyError(item)
-        assert late_has_raised.wait(LONG)
-        ended.append(item)
-        raise ValueError(item)
-
-    with pytest.raises(ValueError) as caught:
-        Fanout(2).map(function, range(9))
-    assert caught.value.args == (0,)
-    assert ended == [0]
 
 
 @pytest.mark.parametrize("stuck", [True, False])

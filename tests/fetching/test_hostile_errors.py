@@ -17,7 +17,6 @@ from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip, TooManyErro
 from hybridloader.errors import IteratorClosed, ResultPicklingError
 
 BACKENDS = ("inline", "threads", "fork")
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
 WANTED: list[Any] = [x for at, kind in enumerate(KINDS) for x in (2 * at, kind.__name__)]
 
 
@@ -48,33 +47,20 @@ def records(skipped: Any) -> list[Any]:
 RECORDED = [(2 * at + 1, kind.__name__) for at, kind in enumerate(KINDS)]
 
 
-@every_backend
-def test_a_loader_raises_each_in_the_place_of_its_sample(backend: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_is_raised_in_its_place_or_skipped_and_recorded(backend: str) -> None:
     assert outcomes(iter(loader(backend, None))) == WANTED
-
-
-@every_backend
-@pytest.mark.parametrize("batch_size", [4, None])
-def test_a_loader_skips_and_records_each(backend: str, batch_size: int | None) -> None:
-    made = loader(backend, batch_size, on_error=Skip(None))
-    found = outcomes(iter(made))
-    assert (found if batch_size is None else [*chain(*found)]) == WANTED[::2]
-    assert records(made.skipped) == RECORDED
-    for record in made.skipped:
-        assert "raise KINDS[item // 2]" in record.traceback
-        assert type(record.error).__name__ in record.traceback
-
-
-@every_backend
-def test_a_pipeline_raises_each_in_the_place_of_its_item(backend: str) -> None:
+    for batch_size in (4, None):
+        made = loader(backend, batch_size, on_error=Skip(None))
+        found = outcomes(iter(made))
+        assert (found if batch_size is None else [*chain(*found)]) == WANTED[::2]
+        assert records(made.skipped) == RECORDED
+        for record in made.skipped:
+            assert "raise KINDS[item // 2]" in record.traceback
+            assert type(record.error).__name__ in record.traceback
     pipe = Pipeline.from_dataset(range(len(RaisesAtOdd())))
     with pipe.map(RaisesAtOdd(), backend=backend, num_workers=1).run() as run:
         assert outcomes(run) == WANTED
-
-
-@every_backend
-def test_a_pipeline_skips_and_records_each(backend: str) -> None:
-    pipe = Pipeline.from_dataset(range(len(RaisesAtOdd())))
     pipe = pipe.map(RaisesAtOdd(), backend=backend, num_workers=1, on_error=Skip(None))
     with pipe.run() as run:
         assert outcomes(run) == WANTED[::2]

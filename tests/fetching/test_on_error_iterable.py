@@ -72,24 +72,60 @@ def test_the_next_samples_fill_the_batch(backend: str, workers: int) -> None:
     assert {repr(r.error) for r in made.skipped} == {f"OSError('page', {n})" for n in (2, 3, 11)}
 
 
-def test_without_workers_and_without_batches() -> None:
-    made = DataLoader(Stream(), None, on_error="skip")
-    assert list(made) == [n for n in range(20) if n not in (2, 3, 11)]
-    assert [(record.index, record.worker) for record in made.skipped] == [
-        (2, None),
-        (3, None),
-        (11, None),
-    ]
+Rows = list[tuple[Stream, dict[str, Any], list[Any], list[tuple[int, bool]]]]
+GOOD = [n for n in range(20) if n not in (2, 3, 11)]
+ROWS: Rows = [
+    (
+        Stream(),
+        {"batch_size": None, "on_error": "skip"},
+        GOOD,
+        [(2, False), (3, False), (11, False)],
+    ),
+    (Stream(), {"batch_size": 20, "on_error": Retry(2, 0)}, [GOOD], []),
+    (
+        Stream(),
+        {"batch_size": 20, "on_error": Replace(lambda number, error: -number)},
+        [[-n if n in (2, 3, 11) else n for n in range(20)]],
+        [(2, True), (3, True), (11, True)],
+    ),
+    # what fails at the very end
+    (Stream(5, (4,)), {"on_error": Retry(3, 0, then="skip")}, [[0, 1], [2, 3]], [(4, False)]),
+    *(
+        (
+            Stream(length, (4, 5)),
+            {"drop_last": drop_last, "on_error": "skip"},
+            [[0, 1], [2, 3], *[[6]] * (length == 7 and not drop_last)],
+            [(4, False), (5, False)],
+        )
+        for length in (6, 7)
+        for drop_last in (False, True)
+    ),
+]
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_what_fails_at_the_very_end_is_told(drop_last: bool) -> None:
-    made = DataLoader(Stream(6, (4, 5)), 2, collate_fn=list, drop_last=drop_last, on_error="skip")
-    assert list(made) == [[0, 1], [2, 3]]
-    assert [record.index for record in made.skipped] == [4, 5]
-    made = DataLoader(Stream(7, (4, 5)), 2, collate_fn=list, drop_last=drop_last, on_error="skip")
-    assert list(made) == [[0, 1], [2, 3]] + [[6]] * (not drop_last)
-    assert [record.index for record in made.skipped] == [4, 5]
+def test_the_next_sample_or_another_takes_the_place_and_each_is_recorded() -> None:
+    for stream, options, wanted, records in ROWS:
+        made = DataLoader(stream, **{"batch_size": 2, "collate_fn": listed, **options})
+        assert list(made) == wanted
+        assert [(record.index, record.replaced) for record in made.skipped] == records
+        assert {record.worker for record in made.skipped} <= {None}
+
+
+def listed(samples: Any) -> Any:
+    return samples if isinstance(samples, int) else list(samples)
+
+
+def test_what_failed_too_often_is_raised_in_its_place() -> None:
+    steps = iter(DataLoader(Stream(), 2, collate_fn=list, on_error=Retry(1, 0)))
+    assert next(steps) == [0, 1]
+    with pytest.raises(OSError, match="3"):
+        next(steps)
+    assert next(steps) == [4, 5]
+    steps = iter(DataLoader(Stream(5, (4,)), 2, collate_fn=list, on_error=Retry(3, 0)))
+    assert [next(steps), next(steps)] == [[0, 1], [2, 3]]
+    with pytest.raises(OSError, match="4"):
+        next(steps)
+    assert list(steps) == []
 
 
 @pytest.mark.parametrize(("backend", "workers"), WORKERS)
@@ -122,40 +158,6 @@ def test_a_generator_is_over_and_that_is_never_silent(backend: str, workers: int
     assert made.skipped == ()
 
 
-def test_trying_again_asks_for_the_next() -> None:
-    made = DataLoader(Stream(), 4, collate_fn=list, on_error=Retry(2, 0))
-    assert [*chain(*made)] == [n for n in range(20) if n not in (2, 3, 11)]
-    assert made.skipped == ()
-    steps = iter(DataLoader(Stream(), 2, collate_fn=list, on_error=Retry(1, 0)))
-    assert next(steps) == [0, 1]
-    with pytest.raises(OSError, match="3"):
-        next(steps)
-    assert next(steps) == [4, 5]
-
-
-def test_trying_again_at_the_end_tells_of_what_failed() -> None:
-    made = DataLoader(Stream(5, (4,)), 2, collate_fn=list, on_error=Retry(3, 0, then="skip"))
-    assert list(made) == [[0, 1], [2, 3]]
-    assert [repr(record.error) for record in made.skipped] == ["OSError('page', 4)"]
-    made = DataLoader(Stream(5, (4,)), 2, collate_fn=list, on_error=Retry(3, 0))
-    steps = iter(made)
-    assert [next(steps), next(steps)] == [[0, 1], [2, 3]]
-    with pytest.raises(OSError, match="4"):
-        next(steps)
-    assert list(steps) == []
-
-
-def test_another_sample_takes_the_place() -> None:
-    made = DataLoader(Stream(), 4, collate_fn=list, on_error=Replace(lambda number, error: -number))
-    first, *_ = made
-    assert first == [0, 1, -2, -3]
-    assert [(record.index, record.replaced) for record in made.skipped] == [
-        (2, True),
-        (3, True),
-        (11, True),
-    ]
-
-
 def test_a_batch_that_can_not_be_made_or_sent_is_lost_as_a_whole() -> None:
     def collate(samples: list[int]) -> Any:
         if 5 in samples:
@@ -168,9 +170,6 @@ def test_a_batch_that_can_not_be_made_or_sent_is_lost_as_a_whole() -> None:
     assert list(made) == [[10, 12, 13, 14], [15]]
     assert [r.index for r in made.skipped] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11]
     assert "a result of type 'lock'" in str(made.skipped[-2].error)
-
-
-# -- the place in a shard --------------------------------------------------------------------------
 
 
 # -- readers of a pipeline -------------------------------------------------------------------------

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip, TooManyErrors
 
@@ -290,33 +288,6 @@ def batches_of(good: list[bool], policy: Any = Skip(None), **options: Any) -> tu
     return loader, iter(loader)
 
 
-@settings(max_examples=50)
-@given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), max_size=40))
-def test_nothing_is_lost_or_doubled_and_all_but_the_last_are_full(fours: list[list[bool]]) -> None:
-    good = [one for four in fours for one in four]
-    loader, batches = batches_of(good)
-    found = list(batches)
-    # Full ones come in their place, and after them those that the short ones were filled up to.
-    assert sorted(n for batch in found for n in batch) == [n for n, one in enumerate(good) if one]
-    assert sum(len(batch) < 4 for batch in found) <= 1
-    assert [record.index for record in loader.skipped] == [
-        n for n, one in enumerate(good) if not one
-    ]
-
-
-@settings(max_examples=50)
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 8)), max_size=40))
-def test_batches_of_different_sizes_never_pile_up(sizes: list[tuple[int, int]]) -> None:
-    good, sampler = [], list[list[int]]()
-    for wanted, had in sizes:
-        sampler.append([*range(len(good), len(good) + wanted)])
-        good += [n < min(had, wanted - 1) for n in range(wanted)]
-    _, batches = batches_of(good, batch_size=1, batch_sampler=sampler)
-    filled = list(batches)
-    assert [n for batch in filled for n in batch] == [n for n, one in enumerate(good) if one]
-    assert len(filled[-1] if filled else ()) <= max((wanted for wanted, _ in sizes), default=0)
-
-
 def test_what_came_with_the_last_straw_is_there_for_who_goes_on() -> None:
     good = [True, True, False, True, True, False, True, True, True]
     _, batches = batches_of(good, Skip(1), batch_size=3)
@@ -328,16 +299,3 @@ def test_what_came_with_the_last_straw_is_there_for_who_goes_on() -> None:
         next(batches)
     assert next(batches) == (None, 1, 2)
     assert loader.skipped[0].replaced
-
-
-def test_samples_that_do_not_fit_together_are_listed() -> None:
-    def collate(samples: list[int]) -> Any:
-        if 2 in samples:
-            raise ValueError("odd one")
-        return tuple(samples)
-
-    loader, batches = batches_of(
-        [True, False, True, False, False, True], batch_size=2, collate_fn=collate
-    )
-    assert list(batches) == [(5,)]
-    assert [record.index for record in loader.skipped] == [1, 3, 0, 2, 4]

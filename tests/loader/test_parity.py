@@ -40,7 +40,7 @@ from support.parity_cases import (
 )
 
 import hybridloader
-from hybridloader import Ray, Spawn, Threads
+from hybridloader import Ray, Spawn, Threads, from_torch, install
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # 3 workers, 2 CPUs
@@ -311,6 +311,25 @@ def test_with_workers_a_run_is_the_same_as_with_torch(cell: Cell) -> None:
     for backend in GRID[cell]:
         ours = cell.run(hybridloader.DataLoader, backend=backend)
         assert_same(ours, oracle(cell), name_of(backend))
+
+
+def converted(*args: Any, **options: Any) -> Any:
+    return from_torch(torch.utils.data.DataLoader(*args, **options), "inline")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        *[cell for cell in GRID if not (cell.draws or cell.copies)][::2],
+        *(cell(data, "shuffle", 0) for data in ("drawn", "pipe-drawing")),
+    ],
+    ids=lambda cell: cell.name,
+)
+def test_torchs_own_loaders_are_the_same_converted_or_on_our_engine(cell: Cell) -> None:
+    wanted = oracle(cell)
+    assert_same(cell.run(converted), wanted, "from_torch")
+    with install("threads"):
+        assert_same(cell.run(torch.utils.data.DataLoader), wanted, "install")
 
 
 @pytest.mark.ray
