@@ -76,11 +76,6 @@ def test_samples_of_a_window_are_mixed_and_epochs_differ() -> None:
     assert first[:250] != sorted(first[:250])
 
 
-def test_one_window_of_all_blocks_shuffles_everything() -> None:
-    order = list(BlockShuffleSampler([10] * 10, 7, window_blocks=10))
-    assert len({index // 10 for index in order[:20]}) >= 6
-
-
 @few
 @given(sizes, windows, group_sizes, st.integers(1, 3), st.sampled_from(["pad", "drop", "exact"]))
 def test_ranks_have_equal_counts_in_the_words_of_the_other_samplers(
@@ -109,13 +104,6 @@ def test_ranks_read_different_blocks() -> None:
         for s in ranks(4, [20] * 16, window_blocks=2, num_canonical_ranks=1)
     ]
     assert [*map(len, in_turn)] == [16, 16, 16, 16]
-
-
-def test_without_shuffling_each_span_is_in_order() -> None:
-    parts = [list(sampler) for sampler in ranks(2, [3, 3, 4], shuffle=False)]
-    assert parts == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    (alone,) = ranks(1, [3, 3, 4], shuffle=False)
-    assert list(alone) == list(range(10))
 
 
 @few

@@ -1,4 +1,4 @@
-"""The permutation: a bijection for every size and seed, and the same one everywhere."""
+"""The permutation: a bijection for every size and seed, and the same one everywhere; draws by weight."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridloader.sampling.permutation import BLOCK, ROUNDS, TABLE, Feistel, Permutation, key_words
+from hybridloader.sampling.weighted import Sums, uniform_draws
 
 seeds = st.integers(0, 2**64 - 1)
 WORD = 2**64 - 1
@@ -46,22 +47,17 @@ def by_hand(n: int, seed: int, epoch: int, purpose: str, position: int) -> int:
 
 
 @no_deadline
-@given(st.integers(0, 10_000), seeds, st.integers(0, 2**63 - 1))
-def test_every_number_comes_once(n: int, seed: int, epoch: int) -> None:
-    order = Permutation(n, seed, epoch).read(0, n)
-    assert np.array_equal(np.sort(order), np.arange(n))
-
-
-@no_deadline
 @given(st.integers(3, 10_000), seeds)
 def test_the_network_is_a_bijection_at_sizes_that_a_table_serves_too(n: int, seed: int) -> None:
     order = Feistel(n, key_words("test", seed, 0))(np.arange(n, dtype=np.uint64))
     assert np.array_equal(np.sort(order), np.arange(n, dtype=np.uint64))
 
 
-@pytest.mark.parametrize("n", [*range(6), TABLE - 1, TABLE, TABLE + 1, 2 * TABLE, BLOCK, BLOCK + 1])
-def test_sizes_at_the_borders(n: int) -> None:
-    assert sorted(Permutation(n, 7)) == list(range(n))
+def test_sizes_at_the_borders() -> None:
+    for n in (*range(6), TABLE - 1, TABLE, TABLE + 1, 2 * TABLE, BLOCK, BLOCK + 1, 2 * BLOCK + 5):
+        order = Permutation(n, 7)
+        assert [*order] == order.read(0, n).tolist()
+        assert sorted(order) == list(range(n))
 
 
 @no_deadline
@@ -107,11 +103,6 @@ def test_any_part_is_that_of_the_whole(n: int, seed: int, data: Any) -> None:
     assert order[-1] == whole[-1]
 
 
-def test_a_whole_order_is_the_same_read_at_once_or_by_iteration() -> None:
-    order = Permutation(2 * BLOCK + 5, 3)
-    assert list(order) == order.read(0, len(order)).tolist()
-
-
 def test_every_round_and_every_part_of_the_key_matters() -> None:
     positions = np.arange(10_000, dtype=np.uint64)
     keys = key_words("test", 0, 0)
@@ -140,3 +131,29 @@ def test_there_is_nothing_beyond_the_end(position: int) -> None:
 def test_a_part_beyond_the_end_is_refused(start: int, stop: int) -> None:
     with pytest.raises(IndexError, match=f"from {start} to {stop} in an order of 5"):
         Permutation(5, 0).read(start, stop)
+
+
+# -- draws by weight --------------------------------------------------------------------------------
+
+
+def test_a_draw_that_is_rounded_up_to_the_end_of_its_run_stays_in_it() -> None:
+    """The rest of the draw after the first run is halfway between the sum of the second and less."""
+    first, second = 2.0**-3 + 3 * 2.0**-53, 1 + 2.0**-51
+    sought = float(np.nextafter(first + second, 0))
+    assert sought - first == second
+    weights = np.zeros(266)
+    weights[[0, 256]] = first, second
+    assert Sums(weights).find(np.array([2**53 - 1], np.uint64)).tolist() == [256]
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 2**63 - 1))
+@no_deadline
+def test_a_draw_is_found_by_its_number(start: int, many: int, epoch: int) -> None:
+    draws = uniform_draws(1, epoch, 0, 200)
+    assert np.array_equal(uniform_draws(1, epoch, start, start + many), draws[start : start + many])
+    assert draws.max() < 2**53
+    assert uniform_draws(1, 2, 5, 8).tolist() == [
+        3824433414576079,
+        3856068560375613,
+        8246293924363223,
+    ]

@@ -64,7 +64,6 @@ MADE: dict[str, Callable[[], ResumableSampler[Any]]] = {
 SHUFFLED = [name for name in MADE if "no shuffle" not in name]
 
 made = pytest.mark.parametrize("make", MADE.values(), ids=list(MADE))
-no_deadline = settings(deadline=None, max_examples=30)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,7 +91,7 @@ def advanced(make: Callable[[], ResumableSampler[Any]], k: int) -> ResumableSamp
 
 
 @made
-def test_an_epoch_is_as_long_as_it_says_and_of_ints(make: Callable[[], Any]) -> None:
+def test_every_epoch_is_as_long_as_it_says_of_ints_and_another_if_shuffled(make: Any) -> None:
     sampler = make()
     for _ in range(3):
         said = len(sampler)
@@ -100,33 +99,107 @@ def test_an_epoch_is_as_long_as_it_says_and_of_ints(make: Callable[[], Any]) -> 
         assert len(items) == said
         flat = [i for item in items for i in (item if isinstance(item, list) else [item])]
         assert {type(index) for index in flat} == {int}
+    first, second, third = epochs(make)
+    if make in [MADE[name] for name in SHUFFLED]:
+        assert first != second != third != first
+    assert epochs(make) == [first, second, third]
+    assert list(ShuffleSampler(23, 3, epoch=2)) == epochs(MADE["shuffle"])[2]
 
 
-@pytest.mark.parametrize("name", SHUFFLED)
-def test_every_iteration_is_another_epoch(name: str) -> None:
-    first, second, third = epochs(MADE[name])
-    assert first != second != third != first
-    assert epochs(MADE[name]) == [first, second, third]
+class Model:
+    """A sampler as lists: what is drawn when, and which place is its state."""
+
+    def __init__(self, make: Callable[[], ResumableSampler[Any]]) -> None:
+        self.make = make
+        self.lists: dict[int, list[Any]] = {}
+        self.next = (0, 0)
+        """Where the next iteration begins: its epoch, and how many items have come before."""
+        self.last: list[int] | None = None
+        """Place of the iteration that yielded last, until it ends."""
+
+    def items(self, epoch: int) -> list[Any]:
+        if epoch not in self.lists:
+            sampler = self.make()
+            sampler.set_epoch(epoch)
+            self.lists[epoch] = list(sampler)
+        return self.lists[epoch]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The end of an epoch is the beginning of the next one."""
+        epoch, count = self.last or self.next
+        ended = count and count == len(self.items(epoch))
+        return (epoch + 1, 0) if ended else (epoch, count)
+
+    def state(self) -> dict[str, Any]:
+        """The state of a sampler that was only read up to there."""
+        epoch, count = self.place
+        sampler = self.make()
+        sampler.set_epoch(epoch)
+        assert len(list(islice(sampler, count))) == count
+        return sampler.state_dict()
+
+    def walk(self) -> Iterator[Any]:
+        mine = self.last = [*self.next]
+        self.next = (mine[0] + 1, 0)
+        while mine[1] < len(self.items(mine[0])):
+            mine[1] += 1
+            self.last = mine
+            yield self.items(mine[0])[mine[1] - 1]
+        if self.last is mine:
+            self.last = None
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.next[0] != epoch:
+            self.next = (epoch, 0)
+        self.last = None
+
+    def load(self, place: tuple[int, int]) -> None:
+        self.next, self.last = place, None
+
+
+COPIES: list[Callable[[Any], Any]] = [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))]
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["iter", "next", "next", "rest", "epoch", "load", "copy"]),
+              st.integers(0, 20)),
+    max_size=14,
+)  # fmt: skip
 
 
 @made
-def test_set_epoch_goes_where_it_says_and_on_from_there(make: Callable[[], Any]) -> None:
-    plain, sampler = epochs(make), make()
-    sampler.set_epoch(2)
-    assert sampler.epoch == 2
-    assert list(sampler) == plain[2]
-    assert sampler.epoch == 3
-    sampler.set_epoch(1)
-    sampler.set_epoch(1)
-    assert [list(sampler), list(sampler)] == plain[1:]
-
-
-@made
-def test_an_iteration_that_was_left_is_an_epoch_too(make: Callable[[], Any]) -> None:
-    plain, sampler = epochs(make), make()
-    assert next(iter(sampler)) == plain[0][0]
-    assert sampler.epoch == 0
-    assert list(sampler) == plain[1]
+@settings(deadline=None, max_examples=40)
+@given(STEPS)
+def test_iterations_epochs_loads_and_copies_in_any_order_are_those_of_a_model(
+    make: Callable[[], Any], steps: list[tuple[str, int]]
+) -> None:
+    sampler, model = make(), Model(make)
+    walks: list[tuple[Iterator[Any], Iterator[Any]]] = []
+    saved = [(sampler.state_dict(), model.place)]
+    for step, number in steps:
+        if step == "iter":  # which alone begins nothing
+            walks.append((iter(sampler), model.walk()))
+        elif step == "next" and walks:
+            ours, theirs = walks[number % len(walks)]
+            for _ in range(1 + number // 2):
+                assert next(ours, None) == next(theirs, None)
+        elif step == "rest" and walks:
+            ours, theirs = walks[number % len(walks)]
+            assert list(ours) == list(theirs)
+        elif step == "epoch":
+            sampler.set_epoch(number % 4)
+            model.set_epoch(number % 4)
+        elif step == "load":
+            state, place = saved[number % len(saved)]
+            sampler.load_state_dict(json.loads(json.dumps(state)))
+            model.load(place)
+        elif step == "copy":  # its running iterations stay with the other one
+            sampler = COPIES[number % 2](sampler)
+            model.last = model.last and [*model.last]
+            walks.clear()
+        assert sampler.state_dict() == model.state()
+        assert sampler.epoch == (model.last or model.next)[0]
+        saved.append((sampler.state_dict(), model.place))
+    assert list(sampler) == list(model.walk())
 
 
 @made
@@ -157,152 +230,7 @@ def test_batches_of_numbers_may_be_arrays(make: Callable[[], Any], drop_last: bo
         assert arrays.state_dict() == lists.state_dict()
 
 
-def test_the_state_is_that_of_the_batches_that_were_drawn_last() -> None:
-    sampler = ShuffleSampler(23, 3)
-    first, second = sampler.batches(4, False), sampler.batches(4, False)
-    for batches, place in [(first, (0, 4)), (second, (1, 4)), (first, (0, 8)), (second, (1, 8))]:
-        next(batches)
-        state = sampler.state_dict()
-        assert (state["epoch"], state["position"]) == place
-
-
-@made
-def test_iter_alone_begins_nothing(make: Callable[[], Any]) -> None:
-    plain, sampler = epochs(make), make()
-    unused = [iter(sampler) for _ in range(3)]
-    assert sampler.state_dict() == make().state_dict()
-    assert list(sampler) == plain[0]
-    assert [list(iterator) for iterator in unused[:2]] == plain[1:]
-
-
-def test_the_first_epoch_can_be_given() -> None:
-    plain = epochs(MADE["shuffle"])
-    assert list(ShuffleSampler(23, 3, epoch=2)) == plain[2]
-
-
 # States
-
-
-@made
-@no_deadline
-@given(data=st.data())
-def test_going_on_at_any_place_gives_what_would_have_come(
-    make: Callable[[], Any], data: st.DataObject
-) -> None:
-    plain = epochs(make)
-    k = data.draw(st.integers(0, len(plain[0])))
-    state = json.loads(json.dumps(advanced(make, k).state_dict()))
-    sampler = make()
-    for _ in range(data.draw(st.integers(1, 2))):
-        sampler.load_state_dict(state)
-    ahead = [] if k == len(plain[0]) else [plain[0][k:]]
-    if ahead:
-        assert sampler.state_dict() == state
-    for expected in [*ahead, *plain[1:]]:
-        assert list(sampler) == expected
-
-
-@made
-def test_at_the_end_the_next_epoch_comes_and_once(make: Callable[[], Any]) -> None:
-    plain = epochs(make)
-    exhausted = advanced(make, len(plain[0]))
-    ended = make()
-    assert list(ended) == plain[0]
-    assert exhausted.state_dict() == ended.state_dict()
-    for state in (exhausted.state_dict(), ended.state_dict()):
-        sampler = make()
-        sampler.load_state_dict(state)
-        sampler.load_state_dict(state)
-        assert sampler.epoch == 1
-        assert [list(sampler), list(sampler)] == plain[1:]
-
-
-@made
-def test_a_loader_may_call_iter_twice_after_a_load(make: Callable[[], Any]) -> None:
-    plain, sampler = epochs(make), make()
-    sampler.load_state_dict(advanced(make, 5).state_dict())
-    iter(sampler)
-    assert list(iter(sampler)) == plain[0][5:]
-    assert list(sampler) == plain[1]
-
-
-@made
-def test_a_place_goes_on_being_counted_after_a_load(make: Callable[[], Any]) -> None:
-    sampler = make()
-    sampler.load_state_dict(advanced(make, 5).state_dict())
-    list(islice(sampler, 4))
-    assert sampler.state_dict() == advanced(make, 9).state_dict()
-
-
-@made
-def test_a_load_comes_before_what_is_under_way(make: Callable[[], Any]) -> None:
-    plain, state = epochs(make), advanced(make, 5).state_dict()
-    sampler = make()
-    sampler.set_epoch(1)
-    under_way = iter(sampler)
-    next(under_way)
-    sampler.load_state_dict(state)
-    assert sampler.state_dict() == state
-    assert sampler.epoch == 0
-    assert [next(under_way), *islice(under_way, 2)] == plain[1][1:4]
-    assert list(sampler) == plain[0][5:]
-
-
-@made
-def test_set_epoch_keeps_a_loaded_place_of_that_epoch_only(make: Callable[[], Any]) -> None:
-    plain, state = epochs(make), advanced(make, 5).state_dict()
-    sampler = make()
-    sampler.load_state_dict(state)
-    sampler.set_epoch(0)
-    assert sampler.state_dict() == state
-    assert list(sampler) == plain[0][5:]
-    sampler.load_state_dict(state)
-    sampler.set_epoch(1)
-    assert list(sampler) == plain[1]
-
-
-@made
-def test_the_state_is_that_of_the_iterator_that_yielded_last(make: Callable[[], Any]) -> None:
-    sampler = make()
-    old = iter(sampler)
-    list(islice(old, 3))
-    new = iter(sampler)
-    next(new)
-    assert (sampler.state_dict()["epoch"], sampler.epoch) == (1, 1)
-    next(old)
-    assert sampler.state_dict() == advanced(make, 4).state_dict()
-    sampler.set_epoch(7)
-    assert (sampler.state_dict()["epoch"], sampler.state_dict()["position"]) == (7, 0)
-    next(old)
-    assert sampler.state_dict() == advanced(make, 5).state_dict()
-    list(old)
-    assert sampler.epoch == 7
-
-
-@made
-def test_an_exhausted_iterator_stays_so(make: Callable[[], Any]) -> None:
-    sampler = make()
-    iterator = iter(sampler)
-    list(iterator)
-    state = sampler.state_dict()
-    assert list(iterator) == []
-    assert sampler.state_dict() == state
-    other = iter(sampler)
-    next(other)
-    state = sampler.state_dict()
-    assert list(iterator) == []
-    assert sampler.state_dict() == state
-
-
-@made
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_a_copy_is_at_the_same_place(make: Callable[[], Any], copied: Callable[..., Any]) -> None:
-    plain, sampler = epochs(make), advanced(make, 5)
-    twin = copied(sampler)
-    assert twin.state_dict() == sampler.state_dict()
-    assert list(twin) == list(sampler) == plain[1]
-    twin.load_state_dict(advanced(make, 5).state_dict())
-    assert list(copied(twin)) == plain[0][5:]
 
 
 def test_a_pickle_of_a_planned_sampler_is_without_its_plan() -> None:
@@ -373,54 +301,30 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(make: Callable
         assert sampler.state_dict() == before
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded", "says"),
-    [
+def test_a_sampler_made_otherwise_refuses_the_state() -> None:
+    def rank(**more: Any) -> Any:
+        return DistributedShuffleSampler(10, 1, num_replicas=2, rank=0, **more)
+
+    def buckets(lengths: list[int], **more: Any) -> Any:
+        return BucketBatchSampler(lengths, 1, seed=0, **more)
+
+    def budget(**more: Any) -> Any:
+        return TokenBudgetBatchSampler([1, 2], 4, seed=0, **more)
+
+    rows: list[tuple[ResumableSampler[Any], ResumableSampler[Any], str]] = [
         (ShuffleSampler(10, 1), ShuffleSampler(11, 1), "n is 10 in the state and 11 in this"),
         (ShuffleSampler(10, 1), ShuffleSampler(10, 2), "seed is 1 in the state and 2 in this"),
-        (
-            DistributedShuffleSampler(10, 1, num_replicas=2, rank=0),
-            DistributedShuffleSampler(10, 1, num_replicas=2, rank=0, shuffle=False),
-            "shuffle is True in the state and False",
-        ),
-        (
-            BucketBatchSampler([1, 2], 1, width=1, seed=0),
-            BucketBatchSampler([1, 2], 1, width=2, seed=0),
-            "width is 1 in the state and 2",
-        ),
-        (
-            BucketBatchSampler([1, 2], 1, buckets=[1], seed=0),
-            BucketBatchSampler([1, 2], 1, buckets=[2], seed=0),
-            r"buckets is \[1\] in the state and \[2\]",
-        ),
-        (
-            BucketBatchSampler([1, 2], 1, width=1, seed=0),
-            BucketBatchSampler([1, 3], 1, width=1, seed=0),
-            "lengths_crc32 is",
-        ),
-        (
-            TokenBudgetBatchSampler([1, 2], 4, seed=0),
-            TokenBudgetBatchSampler([1, 2], 4, seed=0, max_size=1),
-            "max_size is None in the state and 1",
-        ),
-        (
-            WeightedSampler([1, 2], 4, seed=0),
-            WeightedSampler([2, 1], 4, seed=0),
-            "weights_crc32 is",
-        ),
-        (
-            ShuffleSampler(10, 1),
-            DistributedShuffleSampler(10, 1, num_replicas=1, rank=0),
-            "of a ShuffleSampler, not of a DistributedShuffleSampler",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)
-def test_a_sampler_made_otherwise_refuses_the_state(
-    saved: ResumableSampler[Any], loaded: ResumableSampler[Any], says: str
-) -> None:
-    with pytest.raises(ValueError, match=says):
-        loaded.load_state_dict(saved.state_dict())
+        (rank(), rank(shuffle=False), "shuffle is True in the state and False"),
+        (buckets([1, 2], width=1), buckets([1, 2], width=2), "width is 1 in the state and 2"),
+        (buckets([1], buckets=[1]), buckets([1], buckets=[2]), r"buckets is \[1\] in the state"),
+        (buckets([1, 2], width=1), buckets([1, 3], width=1), "lengths_crc32 is"),
+        (budget(), budget(max_size=1), "max_size is None in the state and 1"),
+        (WeightedSampler([1, 2], 4, seed=0), WeightedSampler([2, 1], 4, seed=0), "weights_crc32"),
+        (ShuffleSampler(10, 1), rank(), "of a ShuffleSampler, not of a DistributedShuffleSampler"),
+    ]
+    for saved, loaded, says in rows:
+        with pytest.raises(ValueError, match=says):
+            loaded.load_state_dict(saved.state_dict())
 
 
 def test_what_a_state_holds_is_pinned() -> None:
@@ -440,10 +344,8 @@ def test_what_a_state_holds_is_pinned() -> None:
 
 
 LOADERS: dict[str, Callable[..., Any]] = {
-    "torch": torch.utils.data.DataLoader,
     "torch, workers": lambda *a, **k: torch.utils.data.DataLoader(*a, num_workers=2, **k),
     "inline": lambda *a, **k: hybridloader.DataLoader(*a, **k),
-    "threads": lambda *a, **k: hybridloader.DataLoader(*a, num_workers=2, backend="threads", **k),
     "fork": lambda *a, **k: hybridloader.DataLoader(*a, num_workers=2, backend="fork", **k),
 }
 
@@ -453,9 +355,7 @@ def _delivered(loader: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("load", LOADERS.values(), ids=list(LOADERS))
-@pytest.mark.parametrize(
-    "name", ["shuffle", "rank, exact", "weighted", "buckets", "budget, packed"]
-)
+@pytest.mark.parametrize("name", ["rank, exact", "weighted", "budget, packed"])
 def test_loaders_deliver_what_the_sampler_says(load: Callable[..., Any], name: str) -> None:
     make = MADE[name]
     data = torch.utils.data.TensorDataset(torch.arange(64))
@@ -475,35 +375,26 @@ def test_loaders_deliver_what_the_sampler_says(load: Callable[..., Any], name: s
     assert _delivered(loader) == expected[1]
 
 
-@pytest.mark.parametrize("load", LOADERS.values(), ids=list(LOADERS))
-def test_a_loader_without_batches_resumes_too(load: Callable[..., Any]) -> None:
-    data = torch.utils.data.TensorDataset(torch.arange(64))
-    sampler, plain = MADE["shuffle"](), epochs(MADE["shuffle"])
-    loader = load(data, batch_size=None, sampler=sampler)
-    sampler.load_state_dict(advanced(MADE["shuffle"], 5).state_dict())
-    assert _delivered(loader) == plain[0][5:]
-    assert _delivered(loader) == plain[1]
-
-
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_torchdatas_loader_saves_and_resumes() -> None:
+@pytest.mark.parametrize(
+    ("name", "workers"), [("rank, exact", 0), ("buckets", 0), ("blocks", 0), ("weighted", 2)]
+)
+def test_torchdatas_loader_saves_and_resumes(name: str, workers: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     data = torch.utils.data.TensorDataset(torch.arange(64))
-    for name, make in MADE.items():
-        for workers in (0, 2):
-            first, second = (
-                {"batch_sampler": sampler}
-                if isinstance(next(iter(make())), list)
-                else {"sampler": sampler, "batch_size": 4}
-                for sampler in (make(), make())
-            )
-            loader = stateful.StatefulDataLoader(data, num_workers=workers, **first)
-            iterator = iter(loader)
-            for _ in range(2):
-                next(iterator)
-            state = loader.state_dict()
-            rest = _delivered(iterator)
-            other = stateful.StatefulDataLoader(data, num_workers=workers, **second)
-            other.load_state_dict(state)
-            assert _delivered(other) == rest, name
-            assert _delivered(other) == _delivered(loader), name
+
+    def load() -> Any:
+        sampler = MADE[name]()
+        batched = isinstance(next(iter(MADE[name]())), list)
+        given = {"batch_sampler": sampler} if batched else {"sampler": sampler, "batch_size": 4}
+        return stateful.StatefulDataLoader(data, num_workers=workers, **given)
+
+    loader, other = load(), load()
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    state = loader.state_dict()
+    rest = _delivered(iterator)
+    other.load_state_dict(state)
+    assert _delivered(other) == rest
+    assert _delivered(other) == _delivered(loader)

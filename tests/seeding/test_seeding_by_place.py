@@ -14,7 +14,7 @@ from support.ways_to_draw import OTHERS, WAYS
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
+from hybridloader import DataLoader, Pipeline, rng
 
 LENGTH = 12
 
@@ -99,14 +99,6 @@ def test_each_run_draws_the_same_and_leaves_the_loop_alone(place: str) -> None:
     assert own == [loop_draws() for _ in own]
 
 
-def test_they_are_the_numbers_of_seeding_by_sample_in_processes() -> None:
-    seed_all(4)
-    on_threads, _ = samples_of(loader(2))
-    seed_all(4)
-    in_processes, _ = samples_of(loader(2, backend="fork", seeding="sample"))
-    assert on_threads == in_processes
-
-
 def test_functions_without_a_generator_draw_as_in_a_process() -> None:
     found = []
     for where in ({"backend": "threads"}, {"backend": "fork", "seeding": "sample"}):
@@ -119,14 +111,6 @@ def test_functions_without_a_generator_draw_as_in_a_process() -> None:
 
 
 # -- the words of `seeding` --------------------------------------------------------------------------
-
-
-def test_shared_draws_from_the_generators_of_the_loop() -> None:
-    seed_all(6)
-    iterator = iter(loader(1, seeding="shared"))
-    before = random.getstate()
-    list(iterator)
-    assert random.getstate() != before
 
 
 def per_worker(batches: Any) -> list[Any]:
@@ -190,13 +174,6 @@ def test_worker_init_fn_that_seeds_wins_bit_for_bit_as_in_torch() -> None:
     found = [run(DataLoader, backend="threads") for _ in range(3)]
     assert of_seeded(found[0]) == of_seeded(wanted)
     assert found[0] == found[1] == found[2]  # torch's own numbers, by sample, too
-
-
-def test_worker_init_fn_that_only_draws_changes_nothing() -> None:
-    seed_all(8)
-    wanted = samples_of(loader(2))
-    seed_all(8)
-    assert samples_of(loader(2, worker_init_fn=lambda _: random.random())) == wanted
 
 
 # -- kinds of datasets -------------------------------------------------------------------------------
@@ -294,25 +271,6 @@ def test_collate_draws_by_the_first_sample_of_its_batch() -> None:
     assert len({batch[1] for batch in run(1)}) == 4
 
 
-def test_a_state_resumes_with_the_same_numbers() -> None:
-    seed_all(12)
-    whole = list(loader(2))
-    seed_all(12)
-    first = loader(2)
-    iterator = iter(first)
-    got = [next(iterator), next(iterator)]
-    state = first.state_dict()
-    seed_all(99)
-    other = loader(3)
-    other.load_state_dict(state)
-    assert got + list(other) == whole
-
-
-def test_a_seed_may_be_given() -> None:
-    found = [samples_of(loader(2, seeding=SampleSeeding(5)))[0] for _ in range(2)]
-    assert found[0] == found[1]
-
-
 # -- pipelines ---------------------------------------------------------------------------------------
 
 
@@ -401,13 +359,6 @@ def test_a_pipeline_draws_the_same_in_each_run_and_leaves_the_loop_alone(chain: 
     seed_all(13)
     torch.empty((), dtype=torch.int64).random_()
     assert found[0][1] == loop_draws()
-
-
-def test_the_functions_of_a_stage_draw_one_after_the_other() -> None:
-    seed_all(14)
-    pairs = list(CHAINS["threads in a worker"](2))
-    drawn = [number for (_, *first), *second in pairs for number in (*first, *second)]
-    assert len({*drawn}) == len(drawn)
 
 
 def test_one_function_draws_the_numbers_of_seeding_by_sample() -> None:

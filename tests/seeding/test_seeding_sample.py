@@ -61,55 +61,32 @@ def _seeded() -> None:
 # -- one digest --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend", "workers"),
-    [
-        *((Drawing, backend, n) for backend in (*IN_PROCESS, "fork") for n in (1, 5)),
-        *((DrawingWhole, backend, 2) for backend in ("threads", *FORKED)),
-    ],
-)
-def test_the_data_is_the_same_on_every_backend_with_any_number_of_workers(
-    kind: type[Any], backend: str, workers: int
-) -> None:
-    assert digest(run(kind(), backend=backend, num_workers=workers)) == expected(kind)
+def on(backend: str, workers: int, **more: Any) -> dict[str, Any]:
+    return {"backend": backend, "num_workers": workers, **more}
 
 
-@pytest.mark.full
-def test_and_on_fresh_processes() -> None:
-    found = run(Drawing(), backend="spawn", num_workers=1)
-    assert digest(found) == expected(Drawing)
+THREADS_3 = {"threads_per_worker": 3}
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"),
+    ("kind", "options"),
     [
-        (Drawing, None),
-        (Drawing, "inline"),
-        (Drawing, "threads"),
-        (Drawing, "fork"),
-        (DrawingWhole, "threads"),
+        *((Drawing, on(backend, n)) for backend in (*IN_PROCESS, "fork") for n in (1, 5)),
+        *((DrawingWhole, on(backend, 2)) for backend in ("threads", *FORKED)),
+        pytest.param(Drawing, on("spawn", 1), marks=pytest.mark.full),
+        (Drawing, {"num_workers": 0, **THREADS_3}),
+        *((Drawing, on(backend, 2, **THREADS_3)) for backend in (*IN_PROCESS, "fork")),
+        (DrawingWhole, on("threads", 2, **THREADS_3)),
+        *((Drawing, on("threads", 3, prefetch_factor=n)) for n in (1, 16)),
+        *((Drawing, on(backend, 2, persistent_workers=True)) for backend in (*IN_PROCESS, "fork")),
     ],
+    ids=str,
 )
 @pytest.mark.filterwarnings("ignore:threads_per_worker has no effect")
-def test_several_threads_in_each_worker_change_nothing(
-    kind: type[Any], backend: str | None
+def test_the_data_is_the_same_wherever_and_with_however_many_workers(
+    kind: type[Any], options: dict[str, Any]
 ) -> None:
-    workers = 0 if backend is None else 2
-    found = run(kind(), backend=backend, num_workers=workers, threads_per_worker=3)
-    assert digest(found) == expected(kind)
-
-
-@pytest.mark.parametrize("prefetch", [1, 16])
-@pytest.mark.parametrize("backend", ["threads", "fork"])
-def test_nor_does_how_far_workers_read_ahead(backend: str, prefetch: int) -> None:
-    found = run(Drawing(), backend=backend, num_workers=3, prefetch_factor=prefetch)
-    assert digest(found) == expected(Drawing)
-
-
-@pytest.mark.parametrize("backend", [*IN_PROCESS, "fork"])
-def test_nor_do_workers_that_stay(backend: str) -> None:
-    found = run(Drawing(), backend=backend, num_workers=2, persistent_workers=True)
-    assert digest(found) == expected(Drawing)
+    assert digest(run(kind(), **options)) == expected(kind)
 
 
 @pytest.mark.parametrize("backend", ["threads", "fork"])
@@ -122,21 +99,12 @@ def test_an_iterable_is_seeded_by_worker_and_number(backend: str, workers: int) 
 
 
 def test_a_sample_draws_the_same_whatever_is_around_it() -> None:
-    alone: dict[int, Any] = {}
-    for samples, *_ in run(Drawing(), 1, batch_size=1):
-        for index, found in samples:
-            alone[index] = found
-    order = random.Random(5).sample(range(23), 23)
-    for samples, *_ in run(Drawing(), 1, sampler=order, num_workers=2, backend="threads"):
-        for index, found in samples:
-            assert found == alone[index]
-
-
-def test_a_batch_size_of_none_is_seeded_too() -> None:
     single = dict(run(Drawing(), 1, batch_size=None, collate_fn=None))
-    for samples, *_ in run(Drawing(), 1):
-        for index, found in samples:
-            assert single[index] == found
+    order = random.Random(5).sample(range(23), 23)
+    for options in ({}, {"batch_size": 1}, {"sampler": order, **on("threads", 2)}):
+        for samples, *_ in run(Drawing(), 1, **options):
+            for index, found in samples:
+                assert single[index] == found
 
 
 def test_epochs_differ_and_so_do_seeds_and_samples() -> None:
@@ -265,39 +233,20 @@ def test_what_is_imported_in_the_middle_of_a_sample_is_seeded() -> None:
 # -- bad input ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("seeding", "hint"),
-    [
-        ("Sample", '"worker"'),
-        ("", '"worker"'),
-        (True, '"worker"'),
+def test_what_is_no_seeding_or_seed_is_refused_with_what_there_is() -> None:
+    for seeding, hint in [
+        *((wrong, '"worker"') for wrong in ("Sample", "", True, b"sample")),
         (7, r"SampleSeeding\(seed=7\)"),
         (SampleSeeding, "is the class"),
-        (b"sample", '"worker"'),
-    ],
-)
-def test_what_is_no_seeding_is_refused_with_what_there_is(seeding: Any, hint: str) -> None:
-    with pytest.raises(ValueError, match=hint):
-        DataLoader(range(3), seeding=seeding)
-
-
-def test_so_it_is_if_it_was_set_later() -> None:
-    loader = DataLoader(range(3))
-    loader.seeding = "smaple"
-    with pytest.raises(ValueError, match="seeding must be"):
-        iter(loader)
-
-
-@pytest.mark.parametrize("seed", [1.0, "7", True, b"1"])
-def test_a_seed_is_an_int(seed: Any) -> None:
-    with pytest.raises(TypeError, match="seed must be a whole number"):
-        SampleSeeding(seed)
-
-
-@pytest.mark.parametrize("seed", [1 << 64, -(1 << 63) - 1])
-def test_of_the_size_that_torch_takes(seed: int) -> None:
-    with pytest.raises(ValueError, match="torch takes"):
-        SampleSeeding(seed)
+    ]:
+        with pytest.raises(ValueError, match=hint):
+            DataLoader(range(3), seeding=seeding)  # type: ignore[arg-type]
+    for seed in (1.0, "7", True, b"1"):
+        with pytest.raises(TypeError, match="seed must be a whole number"):
+            SampleSeeding(seed)  # type: ignore[arg-type]
+    for large in (1 << 64, -(1 << 63) - 1):
+        with pytest.raises(ValueError, match="torch takes"):
+            SampleSeeding(large)
     assert SampleSeeding((1 << 64) - 1).seed == (1 << 64) - 1
 
 

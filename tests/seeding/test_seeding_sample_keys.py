@@ -7,11 +7,8 @@ import enum
 import itertools
 import os
 import pathlib
-import random
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,13 +56,11 @@ KEYS: list[Any] = [
 
 def test_keys_of_different_indices_differ() -> None:
     assert len({key_of(key) for key in KEYS}) == len(KEYS)
-
-
-@pytest.mark.parametrize(
-    "make", [np.int64, np.int8, np.uint16, torch.tensor, lambda n: torch.tensor([n])[0]]
-)
-def test_equal_ints_have_equal_keys(make: Callable[[int], Any]) -> None:
-    assert key_of(make(7)) == key_of(7)
+    for same in (np.int64(7), np.int8(7), np.uint16(7), torch.tensor(7), torch.tensor([7])[0]):
+        assert key_of(same) == key_of(7)
+    for none in (object(), lambda: 1, {"a": object()}, (1, object()), type):
+        with pytest.raises(TypeError, match="Give ints, str"):
+            key_of(none)
 
 
 nested = st.recursive(
@@ -104,12 +99,6 @@ def test_keys_are_the_same_in_a_process_with_another_salt() -> None:
         for salt in ("1", "2", "3")
     }
     assert len(told) == 1
-
-
-@pytest.mark.parametrize("key", [object(), lambda: 1, {"a": object()}, (1, object()), type])
-def test_what_has_no_stable_key_is_refused(key: Any) -> None:
-    with pytest.raises(TypeError, match="Give ints, str"):
-        key_of(key)
 
 
 def digests(count: int, **origin: Any) -> list[bytes]:
@@ -164,31 +153,3 @@ def test_every_bit_of_neighbors_is_unrelated() -> None:
         differing += np.unpackbits(np.frombuffer(mixed, np.uint8))
     sigma = (4096 / 4) ** 0.5
     assert np.abs(differing - 2048).max() < 5.5 * sigma
-
-
-@pytest.mark.parametrize("library", ["random", "numpy", "torch"])
-def test_first_draws_of_neighbors_are_uniform_and_not_correlated(library: str) -> None:
-    first: list[float] = []
-    for digest in digests(4096):
-        found = seeds(digest)
-        if library == "random":
-            first.append(random.Random(found.python).random())
-        elif library == "numpy":
-            state = np.random.RandomState(found.numpy)
-            first.append(float(state.rand()))
-        else:
-            generator = torch.Generator().manual_seed(found.torch)
-            first.append(float(torch.rand(1, generator=generator)))
-    counts = np.histogram(first, 16, (0, 1))[0]
-    chi = float(((counts - 256) ** 2 / 256).sum())
-    assert chi < 45  # 15 degrees of freedom: one in 10,000, and the seed is fixed
-    for lag in (1, 2, 7):
-        assert abs(statistics.correlation(first[:-lag], first[lag:])) < 4 / 4096**0.5
-
-
-def test_what_numpy_and_torch_use_is_distinct_as_far_as_32_bits_can_be() -> None:
-    found = [seeds(digest) for digest in digests(20_000)]
-    both = [(one.numpy, one.torch & 0xFFFFFFFF) for one in found]
-    for low in zip(*both, strict=True):
-        assert len(low) - len(set(low)) <= 2  # 0.05 pairs are to be expected
-    assert len(set(both)) == len(both)
