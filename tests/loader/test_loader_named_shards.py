@@ -101,39 +101,62 @@ def test_any_ranks_and_workers_share_what_is_left(data: Any) -> None:
     assert Counter(samples + rest) == ALL
 
 
-@pytest.mark.parametrize(("stop", "order"), [(0, True), (4, True), (4, False)])
-def test_the_same_workers_resume_exactly(stop: int, order: bool) -> None:
-    loader = make(Shards(), 3, in_order=order)
-    batches = iter(loader)
-    before = taken(batches, stop)
-    state = loader.state_dict()
-    again = make(Shards(), 3)
-    again.load_state_dict(state)
-    rest = taken(again)
-    if order:
-        assert rest == taken(batches)
-    assert Counter(before + rest) == ALL
-    assert Counter(taken(again)) == ALL  # the next epoch is a whole one
+class Skipped(Shards):
+    def read_shard(self, name: str, start: int) -> Iterator[str]:
+        for sample in super().read_shard(name, start):
+            if sample in ("a0", "d3"):
+                raise ValueError(sample)
+            yield sample
+
+
+class Random(Shards):
+    def read_shard(self, name: str, start: int) -> Iterator[Any]:
+        return ((sample, random.random()) for sample in super().read_shard(name, start))
+
+
+PERSISTENT = {"backend": "fork", "persistent_workers": True}
+JOINED = {"size": 4, "shard_remainders": "join"}
+ROWS: dict[str, tuple[Any, list[Any], list[tuple[int, dict[str, Any]]]]] = {
+    "the same workers": (Shards, [0, 4], [(3, {}), (3, {})]),
+    "out of order": (Shards, [4], [(3, {"in_order": False}), (3, {})]),
+    "processes": (Shards, [4], [(3, PERSISTENT), (2, PERSISTENT), (0, {})]),
+    "skipped samples": (
+        Skipped,
+        [0, 2, 4, 6],
+        [(2, {"on_error": "skip"}), (3, {"on_error": "skip"})],
+    ),
+    "seeds of samples": (Random, [3], [(2, {"seeding": "sample"}), (3, {"seeding": "sample"})]),
+    "joined": (Shards, [*range(7)], [(3, JOINED), (3, JOINED)]),
+}
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_fork_with_a_worker_less_and_persistent_workers() -> None:
-    loader = make(Shards(), 3, "fork", persistent_workers=True)
-    assert Counter(taken(loader)) == ALL
-    batches = iter(loader)
-    before = taken(batches, 4)
-    state = loader.state_dict()
-    del batches, loader
-    again = make(Shards(), 2, "fork", persistent_workers=True)
-    again.load_state_dict(state)
-    assert Counter(before + taken(again)) == ALL
-    batches = iter(again)
-    before = taken(batches, 3)
-    state = again.state_dict()
-    del batches, again
-    last = make(Shards(), 0)
-    last.load_state_dict(state)
-    assert Counter(before + taken(last)) == ALL
+@pytest.mark.parametrize("name", ROWS)
+def test_resumed_by_others_all_samples_come_once(name: str) -> None:
+    kind, stops, legs = ROWS[name]
+    for stop in stops:
+        found, skipped, state, loader = list[Any](), 0, None, None
+        for number, (workers, options) in enumerate(legs):
+            loader = make(kind(), workers, **options)
+            if state is not None:
+                loader.load_state_dict(state)
+            batches = iter(loader)
+            found += taken(batches, stop if number + 1 < len(legs) else None)
+            state = loader.state_dict()
+            skipped += len(loader.skipped)
+            rest = taken(batches) if number == 0 and name != "processes" else None
+            if rest is not None and name in ("the same workers", "joined"):
+                same = make(kind(), workers, **options)
+                same.load_state_dict(state)
+                assert taken(same) == rest, "the same workers resume exactly"
+        if kind is Random:
+            assert len({number for _, number in found}) == sum(ALL.values())
+            found = [sample for sample, _ in found]
+        lost = {"a0", "d3"} if kind is Skipped else set[str]()
+        assert Counter(found) == Counter(ALL.keys() - lost)
+        assert skipped == len(lost)
+        if not lost and kind is Shards:
+            assert Counter(taken(loader)) == ALL, "the next epoch is a whole one"
 
 
 def test_persistent_workers_whose_shards_have_another_order_in_each_epoch() -> None:
@@ -149,38 +172,6 @@ def test_persistent_workers_whose_shards_have_another_order_in_each_epoch() -> N
         same.set_epoch(epoch)
         same.load_state_dict(state)
         assert taken(same) == taken(batches)
-
-
-def test_skipped_samples_are_skipped_once() -> None:
-    for stop in range(0, 8, 2):
-        loader, other = (make(Skipped(), workers, on_error="skip") for workers in (2, 3))
-        batches = iter(loader)
-        before = taken(batches, stop)
-        other.load_state_dict(loader.state_dict())
-        assert Counter(before + taken(other)) == Counter(ALL.keys() - {"a0", "d3"})
-        assert len(loader.skipped) + len(other.skipped) == 2
-
-
-class Skipped(Shards):
-    def read_shard(self, name: str, start: int) -> Iterator[str]:
-        for sample in super().read_shard(name, start):
-            if sample in ("a0", "d3"):
-                raise ValueError(sample)
-            yield sample
-
-
-class Random(Shards):
-    def read_shard(self, name: str, start: int) -> Iterator[Any]:
-        return ((sample, random.random()) for sample in super().read_shard(name, start))
-
-
-def test_no_seed_of_a_sample_is_used_twice() -> None:
-    loader, other = (make(Random(), workers, seeding="sample") for workers in (2, 3))
-    batches = iter(loader)
-    samples = taken(batches, 6)
-    other.load_state_dict(loader.state_dict())
-    samples += taken(other)
-    assert len({number for _, number in samples}) == sum(ALL.values())
 
 
 def test_edited_counts_hold_for_the_same_workers() -> None:
@@ -220,16 +211,13 @@ def test_another_order_of_the_shards_divides_them_again() -> None:
 
 
 def test_samples_that_wait_to_be_joined_keep_their_workers() -> None:
-    options = {"size": 4, "shard_remainders": "join"}
     divided = 0
     for stop in range(7):
-        loader = make(Shards(), 3, **options)
+        loader = make(Shards(), 3, **JOINED)
         batches = iter(loader)
         before = taken(batches, stop)
         state = loader.state_dict()
-        same, other = make(Shards(), 3, **options), make(Shards(), 2, **options)
-        same.load_state_dict(state)
-        assert Counter(before + taken(same)) == ALL
+        other = make(Shards(), 2, **JOINED)
         if state["_hybridloader"]["shards"]["whole"] is not None:
             with pytest.raises(StateError, match="wait to be joined"):
                 other.load_state_dict(state)

@@ -227,16 +227,18 @@ class Flaky(Samples):
 
 @pytest.mark.parametrize(("backend", "workers"), PLACES)
 def test_what_passes_is_not_seen_if_it_is_tried_again(backend: str, workers: int) -> None:
-    made = loader(Flaky(2), 4, backend=backend, num_workers=workers, on_error=Retry(2, 0, OSError))
-    assert numbers(run(made)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert made.skipped == ()
-    made = loader(Flaky(3), 4, backend=backend, num_workers=workers, on_error=Retry(2, 0, OSError))
+    def made(times: int, **then: Any) -> DataLoader:
+        policy = Retry(2, 0, OSError, **then)
+        return loader(Flaky(times), 4, backend=backend, num_workers=workers, on_error=policy)
+
+    good = made(2)
+    assert numbers(run(good)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert good.skipped == ()
     with pytest.raises(OSError, match="again"):
-        list(made)
-    then = Retry(2, 0, OSError, then=Skip(8))
-    made = loader(Flaky(3), 4, backend=backend, num_workers=workers, on_error=then)
-    assert run(made) == []
-    assert len(made.skipped) == 8
+        list(made(3))
+    skipping = made(3, then=Skip(8))
+    assert run(skipping) == []
+    assert len(skipping.skipped) == 8
 
 
 def test_closing_ends_a_wait_in_a_worker() -> None:
@@ -360,36 +362,23 @@ class Large(Dataset[Any]):
 # -- nothing fails ---------------------------------------------------------------------------------
 
 
-def datasets() -> dict[str, Any]:
+def test_if_nothing_fails_batches_are_those_of_torch() -> None:
     x, y = torch.arange(60.0).reshape(20, 3), torch.arange(20)
     tensors = TensorDataset(x, y)
-    return {
-        "tensors": tensors,
-        "subset": Subset(tensors, list(range(19, 3, -1))),
-        "stack": StackDataset(a=tensors, b=Samples(20, ())),
-        "together": Together(20, ()),
-        "one by one": Samples(20, ()),
-    }
-
-
-@pytest.mark.parametrize(
-    ("kind", "policy", "backend", "workers"),
-    [
-        *((kind, "skip", "inline", 0) for kind in sorted(datasets())),
-        ("together", Retry(2), "threads", 2),
-        ("one by one", Replace(negative), "threads", 2),
-    ],
-)
-def test_if_nothing_fails_batches_are_those_of_torch(
-    kind: str, policy: Any, backend: str, workers: int
-) -> None:
-    dataset = datasets()[kind]
-    for more in ({"batch_size": 3, "shuffle": True}, {"batch_size": None}):
-        torch.manual_seed(5)
-        expected = list(torch.utils.data.DataLoader(dataset, **more))
-        torch.manual_seed(5)
-        found = run(loader(dataset, backend=backend, num_workers=workers, on_error=policy, **more))
-        same(found, expected)
+    for dataset, policy, backend, workers in [
+        (tensors, "skip", "inline", 0),
+        (Subset(tensors, list(range(19, 3, -1))), "skip", "inline", 0),
+        (StackDataset(a=tensors, b=Samples(20, ())), "skip", "inline", 0),
+        (Together(20, ()), "skip", "inline", 0),
+        (Together(20, ()), Retry(2), "threads", 2),
+        (Samples(20, ()), Replace(negative), "threads", 2),
+    ]:
+        for more in ({"batch_size": 3, "shuffle": True}, {"batch_size": None}):
+            torch.manual_seed(5)
+            wanted = list(torch.utils.data.DataLoader(dataset, **more))
+            torch.manual_seed(5)
+            options = {"backend": backend, "num_workers": workers, "on_error": policy}
+            same(run(loader(dataset, **options, **more)), wanted)
 
 
 # -- the loader as frameworks see it -----------------------------------------------------------------

@@ -13,6 +13,7 @@ from support.failing_datasets import Samples, at_gate, outcomes
 from support.fake_accelerator import FakeAccelerator, taken_for_current
 from support.installed_torch import warns_without_accelerator
 from support.pinning_datasets import (
+    BACKENDS,
     NO_ACCELERATOR,
     Counting,
     Rows,
@@ -58,48 +59,38 @@ def test_batches_come_on_the_device_in_the_order_that_they_have_without(
     assert [first_of(batch) for batch in batches] == wanted
 
 
-@on_backends
-def test_one_thread_enters_the_device_and_moves_and_the_caller_takes(backend: str) -> None:
-    fake = Counting()
-    loader = DataLoader(Rows(), 2, num_workers=2, backend=backend, device=fake)
-    assert len(list(loader)) == 6
-    assert TO_THREAD in fake.entries
-    assert main() not in fake.entries
-    assert set(fake.movers) == {TO_THREAD}
-    assert fake.takers == [main()] * 6
-    assert len(fake.kept) == 6
-
-
 @pytest.mark.filterwarnings(NO_ACCELERATOR)
-@on_backends
-def test_pin_memory_pins_on_a_thread_that_has_entered_the_current_device(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("moves", "options"),
+    [
+        *((moves, {"num_workers": 2, "backend": b}) for b in BACKENDS for moves in (True, False)),
+        (True, {}),
+        (False, {"num_workers": 2, "backend": "inline"}),
+    ],
+)
+def test_one_thread_enters_the_device_and_pins_or_moves_or_the_caller_where_it_does_the_work(
+    moves: bool, options: Any
+) -> None:
     fake = Counting()
-    loader = DataLoader(Rows(), 2, num_workers=2, backend=backend, pin_memory=True)
+    loader = DataLoader(Rows(), 2, pin_memory=True, device=fake if moves else None, **options)
     with taken_for_current(fake):
         iterator = iter(loader)
     batches = list(iterator)
-    assert all(fake.is_pinned(batch) for batch in batches)
-    assert [first_of(batch) for batch in batches] == [[k, k + 1] for k in range(0, 12, 2)]
-    assert PIN_THREAD in fake.entries
-    assert set(fake.pinners) == {PIN_THREAD}
-    assert fake.movers == fake.takers == []
-
-
-@pytest.mark.filterwarnings(NO_ACCELERATOR)
-@pytest.mark.parametrize(
-    ("options", "moves"), [({}, True), ({"num_workers": 2, "backend": "inline"}, False)]
-)
-def test_where_the_caller_does_the_work_it_also_pins(options: Any, moves: bool) -> None:
-    fake = Counting()
-    loader = DataLoader(Rows(), 4, pin_memory=True, device=fake if moves else None, **options)
-    with taken_for_current(fake):
-        batches = list(loader)
     fake.run()
-    assert [first_of(batch) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert set(fake.pinners) == {main()}
     assert all(fake.holds(batch) if moves else fake.is_pinned(batch) for batch in batches)
-    assert fake.entries == [], "the caller's device is the caller's"
-    assert fake.takers == [], "its own stream has the copies"
+    assert [first_of(batch) for batch in batches] == [[k, k + 1] for k in range(0, 12, 2)]
+    if options.get("backend") not in BACKENDS:
+        assert set(fake.pinners) == {main()}
+        assert fake.entries == [], "the caller's device is the caller's"
+        assert fake.takers == [], "its own stream has the copies"
+        return
+    thread = TO_THREAD if moves else PIN_THREAD
+    assert thread in fake.entries
+    assert main() not in fake.entries
+    assert {*fake.pinners, *fake.movers} <= {thread}
+    assert fake.movers == ([thread] * 6 if moves else [])
+    assert fake.takers == ([main()] * 6 if moves else [])
+    assert len(fake.kept) == 6 * moves
 
 
 def test_a_device_is_found_by_its_name_when_the_iterator_is_made() -> None:
@@ -111,17 +102,6 @@ def test_a_device_is_found_by_its_name_when_the_iterator_is_made() -> None:
         assert fake.holds(next(iter(loader)))
     loader.device = None
     assert not fake.holds(next(iter(loader)))
-
-
-def test_the_stream_of_the_caller_waits_for_each_batch_and_the_caller_for_none() -> None:
-    fake = FakeAccelerator()
-    seen: list[torch.Tensor] = []
-    for batch in DataLoader(Rows(), 3, num_workers=2, backend="threads", device=fake):
-        fake.launch(lambda batch=batch: seen.append(batch.clone()))
-    fake.run(fake.default)
-    assert seen == []
-    fake.run()
-    assert [first_of(batch) for batch in seen] == [[k, k + 1, k + 2] for k in range(0, 12, 3)]
 
 
 @on_backends
@@ -198,8 +178,7 @@ class Told(Sampler[int]):
             yield index
 
 
-@on_backends
-def test_the_sampler_is_asked_by_the_caller_when_torch_asks_it(backend: str) -> None:
+def test_the_sampler_is_asked_by_the_caller_when_torch_asks_it() -> None:
     def rhythm(kind: Any, **options: Any) -> list[int]:
         sampler = Told()
         iterator = iter(kind(Rows(), 2, sampler=sampler, num_workers=1, **options))
@@ -209,9 +188,9 @@ def test_the_sampler_is_asked_by_the_caller_when_torch_asks_it(backend: str) -> 
         assert sampler.threads == {main()}
         return drawn
 
-    ours = rhythm(DataLoader, backend=backend, device=FakeAccelerator())
-    assert ours == rhythm(TorchLoader)
-    assert ours[0] == 4
+    theirs = rhythm(TorchLoader)
+    for backend in BACKENDS:
+        assert rhythm(DataLoader, backend=backend, device=FakeAccelerator()) == theirs
 
 
 def test_what_the_sampler_raises_comes_behind_what_it_had_given() -> None:
@@ -349,24 +328,6 @@ def test_a_state_is_behind_what_was_taken_and_not_behind_what_was_moved(
         rest = make(**options)
         rest.load_state_dict(state)
         assert got + [first_of(batch) for batch in rest] == whole
-
-
-def sometimes(index: int) -> torch.Tensor:
-    if index % 5 == 1:
-        raise ValueError("bad")
-    return torch.full((4,), index, dtype=torch.int32)
-
-
-def test_samples_that_are_left_out_make_full_batches_which_are_moved_too() -> None:
-    fake = FakeAccelerator(manual=False)
-    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "on_error": "skip"}
-    data = Samples(sometimes, 40)
-    wanted = [first_of(batch) for batch in DataLoader(data, backend="threads", **options)]
-    loader = DataLoader(data, backend="threads", device=fake, **options)
-    batches = list(loader)
-    assert [first_of(batch) for batch in batches] == wanted
-    assert all(fake.holds(batch) for batch in batches)
-    assert [skipped.index for skipped in loader.skipped] == [1, 6, 11, 16, 21, 26, 31, 36]
 
 
 # -- without an accelerator ------------------------------------------------------------------------

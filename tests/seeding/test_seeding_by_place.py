@@ -113,6 +113,14 @@ def test_functions_without_a_generator_draw_as_in_a_process() -> None:
 # -- the words of `seeding` --------------------------------------------------------------------------
 
 
+def test_shared_draws_from_the_generators_of_the_loop() -> None:
+    seed_all(6)
+    iterator = iter(loader(1, seeding="shared"))
+    before = random.getstate()
+    list(iterator)
+    assert random.getstate() != before
+
+
 def per_worker(batches: Any) -> list[Any]:
     seed_all(7)
     return [sample for batch in batches for sample in batch]
