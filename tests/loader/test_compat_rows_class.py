@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from hybridloader import DataLoader, SharedMemory, Skip, Threads, Transfer
+from hybridloader import DataLoader, Skip, Threads, Transfer
 from hybridloader.engine import backend_names
 
 
@@ -93,14 +93,6 @@ def test_r03_and_r05_what_is_public_are_parameters_that_make_ours_and_torchs_ane
     if loader.num_workers == 0:
         assert loader.prefetch_factor is None
         assert not loader.persistent_workers
-
-
-@pytest.mark.parametrize("backend", [None, "Shared_Memory", SharedMemory("fork")])
-def test_r04_our_arguments_are_stored_under_their_names_as_passed(backend: Any) -> None:
-    loader = DataLoader(Numbers(), num_workers=1, backend=backend)
-    assert vars(loader)["backend"] is backend
-    extra = set(parameters(DataLoader.__init__)) - set(parameters(TorchLoader.__init__))
-    assert extra <= set(vars(loader))
 
 
 @pytest.mark.parametrize("device", ["cpu", Transfer("cpu", batches_ahead=3)])

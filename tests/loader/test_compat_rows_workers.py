@@ -9,7 +9,6 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, is_dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from support.compat import (
     flat,
     keep,
     often,
-    quick,
     set_state,
 )
 from support.installed_torch import thread_safe_generator
@@ -135,40 +133,6 @@ def test_r26_threads_draw_from_generators_of_their_own() -> None:
     assert thread_safe_generator() is None
 
 
-def lightning_seeds(found: torch.Tensor, worker: int) -> None:
-    """Lightning's `pl_worker_init_function`; writes down the seed that it was given."""
-    process_seed = torch.initial_seed()
-    found[worker] = process_seed
-    sequence = np.random.SeedSequence([process_seed - worker, worker, 0])
-    np.random.seed(sequence.generate_state(4))
-    torch_sequence, python_sequence = sequence.spawn(2)
-    torch.manual_seed(int(torch_sequence.generate_state(1, dtype=np.uint64)[0]) >> 1)
-    random.seed(int(python_sequence.generate_state(2, dtype=np.uint64)[0]))
-
-
-@quick
-def test_r27_init_functions_find_their_seed_and_leave_the_main_thread_alone(backend: str) -> None:
-    found = torch.zeros(2, dtype=torch.int64).share_memory_()
-    torch.manual_seed(11)
-    random.seed(12)
-    np.random.seed(13)
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    loader = DataLoader(
-        Numbers(4),
-        num_workers=2,
-        backend=backend,
-        worker_init_fn=partial(lightning_seeds, found),
-        generator=torch.Generator().manual_seed(9),
-    )
-    iterator: Any = iter(loader)
-    assert flat(iterator) == [0, 1, 2, 3]
-    assert found.tolist() == [iterator._base_seed, iterator._base_seed + 1]
-    assert torch.initial_seed() == 11
-    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    assert torch.equal(before[0], after[0])
-    assert before[1:] == after[1:]
-
-
 @pytest.mark.parametrize("backend", ["inline", "threads"])
 def test_r27_workers_of_this_process_do_not_reseed_the_devices(
     backend: str, monkeypatch: pytest.MonkeyPatch
@@ -246,55 +210,3 @@ def test_r31_threads_share_a_map_style_dataset_unless_told_to_copy_it() -> None:
     loader = DataLoader(dataset, num_workers=1, backend="threads", worker_init_fn=set_state)
     assert flat(loader) == [0] * 4
     assert dataset.state == 0
-
-
-class Batchwise:
-    """Dataset like Hugging Face's: none of torch's, and asked for a batch at once."""
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> int:
-        raise AssertionError("a dataset with __getitems__ is asked for batches")
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return [100 * len(indices) + index for index in indices]
-
-
-class Declined(Numbers):
-    __getitems__ = None
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_r33_getitems_is_used_where_it_is(workers: int) -> None:
-    more: dict[str, Any] = {"num_workers": 1, "backend": "threads"} if workers else {}
-    data: Any = Batchwise()
-    assert flat(DataLoader(data, 2, **more)) == [200, 201, 202, 203, 104]
-    assert flat(DataLoader(Declined(3), 2, **more)) == [0, 1, 2]
-    assert flat(DataLoader([7, 8, 9], 2, **more)) == [7, 8, 9]  # type: ignore[arg-type]
-
-
-class Unfit(Exception):
-    def __init__(self, index: int, *, why: str) -> None:
-        super().__init__(f"sample {index} is unfit: {why}")
-        self.index = index
-
-
-class Fragile(Numbers):
-    def __getitem__(self, index: int) -> int:
-        if index == 1:
-            raise Unfit(index, why="rotten")
-        return index
-
-
-@quick
-def test_r34_errors_keep_type_message_and_the_workers_traceback(backend: str) -> None:
-    iterator = iter(DataLoader(Fragile(3), num_workers=1, backend=backend))
-    assert int(next(iterator)) == 0
-    with pytest.raises(Unfit, match="sample 1 is unfit: rotten") as caught:
-        next(iterator)
-    assert caught.value.index == 1
-    shown = "".join(caught.value.__notes__) + str(caught.getrepr(style="native"))
-    assert 'raise Unfit(index, why="rotten")' in shown
-    assert "worker 0" in shown
-    assert int(next(iterator)) == 2

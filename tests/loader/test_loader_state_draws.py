@@ -194,29 +194,6 @@ def test_so_are_those_of_a_stateful_data_loader(kind: str, saved: Workers, loade
     check_resumed(StatefulDataLoader, kind, saved, loaded)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "third"), in_short([*itertools.permutations(WORKERS, 3)]), ids=str
-)
-def test_a_run_may_be_stopped_again_and_have_other_workers_each_time(
-    first: Workers, second: Workers, third: Workers
-) -> None:
-    chain = first, second, third
-    uninterrupted = loader_of(DataLoader, "shuffle", chain[0])
-    whole = [list(uninterrupted) for _ in range(4)]
-    found: list[list[Any]] = [[]]
-    state: dict[str, Any] = {}
-    for workers in chain:  # each does the rest of an epoch, and a batch of the next
-        loader = loader_of(DataLoader, "shuffle", workers)
-        loader.load_state_dict(state)
-        found[-1] += list(loader)
-        batches = iter(loader)
-        found.append([next(batches)])
-        state = loader.state_dict()
-        del loader, batches
-    assert found[:3] == whole[:3]
-    assert found[3] == whole[3][:1]
-
-
 @pytest.mark.parametrize("workers", WORKERS, ids=str)
 def test_a_state_from_before_it_had_these_draws_is_loaded(workers: Workers) -> None:
     first, second = (loader_of(DataLoader, "shuffle", workers) for _ in range(2))

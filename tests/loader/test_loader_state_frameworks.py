@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -92,23 +91,6 @@ def test_a_state_is_taken_of_the_last_iterator_and_loaded_into_the_next() -> Non
     assert state["_num_yielded"] == 1
     loader.load_state_dict(state)
     assert [len(flat(loader)), len(flat(loader))] == [BATCHES - 1, BATCHES]
-
-
-@pytest.mark.parametrize(("sampler", "backend"), [("generator", "threads"), ("ours", "fork")])
-def test_workers_that_stay_go_on_from_a_state(sampler: str, backend: str) -> None:
-    options: dict[str, Any] = {"persistent_workers": True}
-    reference = make(sampler, 2, backend, **options)
-    whole = epochs_of(reference, 4)
-    loader = make(sampler, 2, backend, **options)
-    torch.manual_seed(0)
-    first = flat(loader)
-    taken, state = left_after(loader, 2)
-    flat(loader)
-    loader.load_state_dict(state)
-    assert [first, taken + flat(loader), flat(loader), flat(loader)] == whole
-    for one in (loader, reference):
-        assert one._iterator is not None
-        one._iterator.close()
 
 
 def test_a_copy_and_a_pickled_loader_begin_at_the_beginning() -> None:

@@ -224,14 +224,6 @@ def test_before_any_pass_the_first_one_is_begun_and_is_then_given() -> None:
     assert iter(loader) is not begun
 
 
-def test_the_worker_whose_batch_came_last_is_told() -> None:
-    loader = loader_of(range(9), 1, num_workers=3, backend="threads")
-    told = []
-    for _ in loader:
-        told.append(loader.state_dict()["_snapshot"]["_last_yielded_worker_id"])
-    assert told == [0, 1, 2] * 3
-
-
 def test_what_workers_tell_and_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
     # A pause of the process within the first state would make states seem to be dear.
     time_states(monkeypatch, lambda: 0.0)
@@ -308,15 +300,6 @@ def test_a_state_of_another_version_is_refused() -> None:
     ]  # as of early versions
     with pytest.raises(StateError, match="an earlier version of hybridloader saved the state"):
         loader_of(range(12), 3).load_state_dict(state)
-
-
-def test_a_state_of_our_dataloader_is_loaded_too() -> None:
-    first = DataLoader(Counted(), 3, collate_fn=same)
-    iterator = iter(first)
-    next(iterator)
-    other = loader_of(Counted(), 3)
-    other.load_state_dict(first.state_dict())
-    assert [[s[:2] for s in b] for b in other] == [[s[:2] for s in b] for b in iterator]
 
 
 def test_the_order_is_that_of_a_generator_of_its_own() -> None:

@@ -135,6 +135,10 @@ class Wrapped:
         return getattr(self.inner, name)
 
 
+class Declined(Numbers):
+    __getitems__ = None
+
+
 class Together(Numbers):
     def __getitems__(self, indices: list[int]) -> list[int]:
         return [10 * index for index in indices]
@@ -143,6 +147,7 @@ class Together(Numbers):
 def test_getitems_of_a_wrapper_is_found_where_torch_finds_it() -> None:
     data: Any = Wrapped(Together(4))
     assert flat(DataLoader(data, 2)) == flat(TorchLoader(data, 2)) == [0, 10, 20, 30]
+    assert flat(DataLoader(Declined(3), 2)) == [0, 1, 2]
 
 
 # -- subclasses and attributes ---------------------------------------------------------------------
@@ -230,18 +235,6 @@ def test_a_state_tells_of_the_workers_that_the_pass_has(backend: str, kind: Any)
 
 
 # -- workers ---------------------------------------------------------------------------------------
-
-
-class Global(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        info: Any = torchs._worker_info
-        return info is get_worker_info(), type(info) is WorkerInfo, info.id
-
-
-def test_torchs_global_tells_of_a_worker_process() -> None:
-    loader: Any = DataLoader(Global(4), num_workers=2, backend="fork", collate_fn=keep)
-    assert list(loader) == [[(True, True, worker)] for worker in (0, 1, 0, 1)]
-    assert torchs._worker_info is None
 
 
 def test_a_process_that_a_worker_thread_forks_is_not_that_worker() -> None:
