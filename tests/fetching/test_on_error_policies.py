@@ -21,35 +21,33 @@ def parsed(value: Any) -> Any:
     return DataLoader(range(3), on_error=value).on_error  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "message"),
-    [
-        (lambda: Skip(-1), ValueError, "must not be negative"),
-        (lambda: Skip(0.0), ValueError, "is no share"),
-        (lambda: Skip(float("nan")), ValueError, "is no share"),
-        (lambda: Skip(True), TypeError, "Skip: max_failures must be an int"),
-        (lambda: Replace(3), TypeError, "must be callable"),  # type: ignore[arg-type]
-        (lambda: Replace(nothing, 2.0), ValueError, "is no share"),
-        (lambda: Retry(0), ValueError, "at least 1"),
-        (lambda: Retry(True), TypeError, "must be a whole number"),
-        (lambda: Retry(1, -1), ValueError, "backoff is seconds"),
-        (lambda: Retry(1, float("inf")), ValueError, "backoff=inf is more seconds"),
-        (lambda: Retry(1, "1"), ValueError, "backoff is seconds"),  # type: ignore[arg-type]
-        (lambda: Retry(1, max_backoff=-1), ValueError, "max_backoff is seconds"),
-        (lambda: Retry(1, retry_on=()), ValueError, "retries no error"),
-        (lambda: Retry(1, retry_on=(OSError, 3)), TypeError, "must be subclasses of Exception"),  # type: ignore[arg-type]
-        (lambda: Retry(1, then=Retry(1)), ValueError, "raise `max_retries`"),  # type: ignore[arg-type]
-        (lambda: Retry(1, then="ignore"), ValueError, "then must be"),
-        (lambda: parsed("ignore"), ValueError, "on_error must be"),
-        (lambda: parsed(Skip), ValueError, r"write Skip\(\.\.\.\)"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    make: Callable[[], Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=message) as caught:
-        make()
-    assert type(caught.value) is kind
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: Skip(-1), ValueError, "must not be negative"),
+    (lambda: Skip(0.0), ValueError, "is no share"),
+    (lambda: Skip(float("nan")), ValueError, "is no share"),
+    (lambda: Skip(True), TypeError, "Skip: max_failures must be an int"),
+    (lambda: Replace(3), TypeError, "must be callable"),  # type: ignore[arg-type]
+    (lambda: Replace(nothing, 2.0), ValueError, "is no share"),
+    (lambda: Retry(0), ValueError, "at least 1"),
+    (lambda: Retry(True), TypeError, "must be a whole number"),
+    (lambda: Retry(1, -1), ValueError, "backoff is seconds"),
+    (lambda: Retry(1, float("inf")), ValueError, "backoff=inf is more seconds"),
+    (lambda: Retry(1, "1"), ValueError, "backoff is seconds"),  # type: ignore[arg-type]
+    (lambda: Retry(1, max_backoff=-1), ValueError, "max_backoff is seconds"),
+    (lambda: Retry(1, retry_on=()), ValueError, "retries no error"),
+    (lambda: Retry(1, retry_on=(OSError, 3)), TypeError, "must be subclasses of Exception"),  # type: ignore[arg-type]
+    (lambda: Retry(1, then=Retry(1)), ValueError, "raise `max_retries`"),  # type: ignore[arg-type]
+    (lambda: Retry(1, then="ignore"), ValueError, "then must be"),
+    (lambda: parsed("ignore"), ValueError, "on_error must be"),
+    (lambda: parsed(Skip), ValueError, r"write Skip\(\.\.\.\)"),
+]
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    for make, kind, message in REFUSED:
+        with pytest.raises(kind, match=message) as caught:
+            make()
+        assert type(caught.value) is kind
 
 
 def test_policies_are_values() -> None:
@@ -90,9 +88,7 @@ def test_waits_are_doubled_up_to_the_longest_and_cut_into_slices(slept: list[flo
     assert function.calls == [7] * 6
     assert sum(slept) == pytest.approx(0.05 + 0.1 + 0.2 + 0.3 + 0.3)
     assert max(slept) <= 0.02
-
-
-def test_without_backoff_nobody_sleeps(slept: list[float]) -> None:
+    slept.clear()
     assert called(Retry(1, backoff=0), Scripted(OSError(), 1)) == 1
     assert slept == []
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 import torch
 from support.comparison import same
 from support.forking import in_a_fork
+from support.references import merge_references
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 from torch.utils.data import get_worker_info as imported_earlier
@@ -234,21 +235,32 @@ def test_persistent_workers_keep_their_threads_over_epochs() -> None:
         assert len(fanout_threads() - before) <= 3
 
 
-class Drawing(Samples):
-    def __getitem__(self, index: int) -> float:
-        info: Any = imported_earlier()
-        generator: random.Random = info.rng.random_generator
-        return generator.random()
+class Thing:
+    """Something that can be seen to die."""
 
 
-def test_the_threads_of_a_worker_share_its_generators() -> None:
-    def numbers(threads: int) -> list[float]:
-        generator = torch.Generator().manual_seed(3)
-        options: dict[str, Any] = {"generator": generator, "backend": "threads", "num_workers": 1}
-        (batch,) = DataLoader(Drawing(), 21, threads_per_worker=threads, **options)
-        return sorted(batch.tolist())
+class Things(Remembering):
+    """Samples that are given only three at a time, so that each thread makes one of each batch."""
 
-    assert numbers(4) == numbers(1)
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        self.meeting.wait(LONG)
+        return Thing()
+
+
+@pytest.mark.parametrize(("backend", "workers"), [("inline", 0), ("threads", 1)])
+def test_threads_hold_nothing_of_the_batches_before(backend: str, workers: int) -> None:
+    options: dict[str, Any] = {"num_workers": workers, "backend": backend, "collate_fn": list}
+    if workers:
+        options["prefetch_factor"] = 1
+    batches = iter(DataLoader(Things(), 3, threads_per_worker=3, **options))
+    refs = [weakref.ref(thing) for thing in next(batches)]
+    last = next(batches)
+    assert len(last) == 3
+    merge_references()
+    assert [ref() for ref in refs] == [None] * 3
 
 
 def test_the_threads_of_a_worker_without_torch_do_without() -> None:
@@ -294,7 +306,9 @@ def test_after_a_fork_in_the_middle_the_child_has_threads_of_its_own() -> None:
     next(batches)
 
 
-@pytest.mark.parametrize("stop", ["SystemExit(7)", "KeyboardInterrupt"])
+@pytest.mark.parametrize(
+    "stop", ["KeyboardInterrupt", pytest.param("SystemExit(7)", marks=pytest.mark.full)]
+)
 def test_a_sample_that_is_stuck_holds_up_neither_an_interrupt_nor_the_exit_of_python(
     stop: str,
 ) -> None:
@@ -327,24 +341,18 @@ class Stream(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(
-    ("dataset", "options", "words"),
-    [
-        (Stream(), {"batch_size": 2}, "iterable dataset.*one next.. at a time.*num_workers"),
-        (Stream(), {"batch_size": None}, "iterable dataset"),
-        (Samples(), {"batch_size": None}, "batch_size=None.*one sample at a time.*num_workers"),
-    ],
-)
-def test_what_has_no_batches_of_indices_is_refused(
-    dataset: Any, options: dict[str, Any], words: str, workers: int
-) -> None:
-    with pytest.raises(ValueError, match=f"threads_per_worker=2 .*{words}"):
-        DataLoader(dataset, num_workers=workers, threads_per_worker=2, **options)
-    loader = DataLoader(dataset, num_workers=workers, **options)
-    assert loader.threads_per_worker == 1
-    loader.threads_per_worker = 2
-    with pytest.raises(ValueError, match=words):
-        iter(loader)
+def test_what_has_no_batches_of_indices_is_refused(workers: int) -> None:
+    for dataset, size, words in [
+        (Stream(), 2, "iterable dataset.*one next.. at a time.*num_workers"),
+        (Stream(), None, "iterable dataset"),
+        (Samples(), None, "batch_size=None.*one sample at a time.*num_workers"),
+    ]:
+        with pytest.raises(ValueError, match=f"threads_per_worker=2 .*{words}"):
+            DataLoader(dataset, size, num_workers=workers, threads_per_worker=2)
+        loader = DataLoader(dataset, size, num_workers=workers)
+        loader.threads_per_worker = 2
+        with pytest.raises(ValueError, match=words):
+            iter(loader)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -6,7 +6,6 @@ No framework is imported. A test does with our loader what the framework does wi
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -218,21 +217,6 @@ def test_r16_ultralytics_reuses_and_terminates_the_workers(backend: str) -> None
     loader.end()
     assert not any(worker.is_alive() for worker in workers)
     loader.iterator._shutdown_workers()
-
-
-@quick
-def test_r16_workers_are_handles_like_processes(backend: str) -> None:
-    iterator: Any = iter(DataLoader(Numbers(), num_workers=2, backend=backend))
-    next(iterator)
-    workers = iterator._workers
-    assert len(workers) == 2
-    assert all(worker.is_alive() and worker.pid > 0 for worker in workers)
-    assert (workers[0].pid == os.getpid()) is (backend != "fork")
-    for _ in range(3):
-        iterator._shutdown_workers()
-    for worker in workers:
-        worker.join(timeout=60)
-        assert not worker.is_alive()
 
 
 @pytest.mark.parametrize("backend", [None, "threads"])
