@@ -31,17 +31,6 @@ class Stream(IterableDataset[int]):
 # -- what it does ----------------------------------------------------------------------------------
 
 
-def test_torchs_loaders_run_on_the_backend_within_and_on_torchs_after() -> None:
-    loader = origin_loader()
-    with install("threads") as installed:
-        assert installed.active
-        assert origins(loader) == origins(origin_loader(1)) == THREAD
-        with iter(loader) as iterator:
-            assert is_ours(iterator)
-    assert not installed.active
-    assert origins(loader) == PROCESS
-
-
 def test_one_method_of_torchs_is_replaced_and_nothing_else() -> None:
     classes = [TorchLoader, *(c for c in vars(torchs).values() if isinstance(c, type))]
     before = [dict(vars(c)) for c in classes]
@@ -102,26 +91,6 @@ def test_an_option_that_a_loader_can_not_have_changes_nothing_for_it() -> None:
                 assert is_ours(iterator)
 
 
-@dataclass(frozen=True)
-class Mine(Threads):
-    """A backend of somebody's own."""
-
-    name: ClassVar[str] = "mine"
-    opened: ClassVar[list[Any]] = []
-
-    def open(self) -> Any:
-        self.opened.append(self)
-        return super().open()
-
-
-def test_a_backend_of_ones_own_will_do() -> None:
-    mine = Mine()
-    with install(mine):
-        assert origins(origin_loader()) == THREAD
-        assert Mine.opened == [mine]
-    Mine.opened.clear()
-
-
 def test_a_timeout_is_what_the_loader_says() -> None:
     gate = Gate()
 
@@ -144,14 +113,6 @@ def test_a_timeout_is_what_the_loader_says() -> None:
 # -- whose loaders ---------------------------------------------------------------------------------
 
 
-def test_loaders_of_ours_keep_their_own_backend() -> None:
-    ours = DataLoader(OriginDataset(), batch_size=None, num_workers=2, backend="inline")  # type: ignore[arg-type]
-    with install("threads"):
-        assert origins(ours) == {("inline", True)}
-        ours.backend = "threads"
-        assert ours.on_error == "raise"
-
-
 class Asks(TorchLoader):  # type: ignore[type-arg]
     """Loader like PyG's: an iterator around that of the class below; some names are ours elsewhere."""
 
@@ -170,15 +131,6 @@ class MakesItsOwn(TorchLoader):  # type: ignore[type-arg]
         return torchs._MultiProcessingDataLoaderIter(self)
 
 
-def test_a_subclass_with_the_same_method_is_asked_first() -> None:
-    with install("threads"):
-        loader: Any = Asks(OriginDataset(), batch_size=None, num_workers=2)  # type: ignore[arg-type]
-        assert origins(loader) == THREAD
-        assert loader.asked == 1
-        own: Any = MakesItsOwn(OriginDataset(), batch_size=None, num_workers=1)  # type: ignore[arg-type]
-        assert origins(own) == PROCESS
-
-
 class AsksTorch(DataLoader):
     """Loader of ours that wants torch's own iterator."""
 
@@ -186,20 +138,44 @@ class AsksTorch(DataLoader):
         return TorchLoader._get_iterator(self)
 
 
-def test_who_asks_torchs_method_for_a_loader_of_ours_gets_torchs() -> None:
-    loader: Any = AsksTorch(OriginDataset(), batch_size=None, num_workers=1)  # type: ignore[arg-type]
-    with install("threads"):
-        assert origins(loader) == PROCESS
-        assert type(iter(loader)) is torchs._MultiProcessingDataLoaderIter
+class Both(Asks, DataLoader):  # type: ignore[misc]
+    on_error = threads_per_worker = seeding = device = None  # set for each loader
 
 
-def test_a_class_that_is_both_is_ours() -> None:
-    class Both(Asks, DataLoader):  # type: ignore[misc]
-        on_error = threads_per_worker = seeding = device = None  # set for each loader
+@dataclass(frozen=True)
+class Mine(Threads):
+    """A backend of somebody's own."""
 
-    with install("threads"):
-        both: Any = Both(OriginDataset(), batch_size=None, num_workers=2, backend="inline")
-        assert origins(both) == {("inline", True)}
+    name: ClassVar[str] = "mine"
+
+
+INLINE, CALLER = {("inline", True)}, {("caller", True)}
+WHOSE: list[tuple[Any, dict[str, Any], set[tuple[str, bool]], bool]] = [
+    (TorchLoader, {}, THREAD, True),
+    (TorchLoader, {"num_workers": 0}, CALLER, True),
+    (Asks, {}, THREAD, True),
+    (DataLoader, {"backend": "inline"}, INLINE, True),
+    (Both, {"backend": "inline"}, INLINE, True),
+    (MakesItsOwn, {}, PROCESS, False),
+    (AsksTorch, {}, PROCESS, False),
+]
+"""Loaders, options, where samples are made within `install`, and whether by an iterator of ours."""
+
+
+def test_each_loader_runs_where_its_class_says_and_on_torchs_workers_after() -> None:
+    for backend in ("threads", Mine()):
+        with install(backend) as installed:
+            assert installed.active
+            for kind, options, wanted, by_ours in WHOSE:
+                given = {"batch_size": None, "num_workers": 1, **options}
+                loader: Any = kind(OriginDataset(), **given)
+                assert origins(loader) == wanted, kind
+                iterator = iter(loader)
+                assert is_ours(iterator) is by_ours
+                del iterator
+                assert getattr(loader, "asked", 2) == 2
+        assert not installed.active
+    assert origins(origin_loader(1)) == PROCESS
 
 
 # -- iterators that were there before, and that are there after ------------------------------------
