@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,52 +21,42 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 # -- frameworks ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampler", ["generator", "ours", "our batches"])
-def test_what_accelerate_edits_is_honoured(sampler: str) -> None:
-    (whole,) = epochs_of(make(sampler), 1)
-    torch.manual_seed(0)
-    _, state = left_after(make(sampler, 2, "threads"), 4)
-    factor = 1
-    state["_sampler_iter_yielded"] -= factor
-    state["_num_yielded"] -= factor
-    batch_size = make(sampler).batch_size
-    assert ("samples_yielded" in state["_index_sampler_state"]) is (batch_size is not None)
-    if (
-        batch_size is not None
-    ):  # behind a batch sampler there is none for accelerate to multiply with
-        state["_index_sampler_state"]["samples_yielded"] -= batch_size * factor
-    state["_iterator_finished"] = False
-    other = make(sampler)
-    other.load_state_dict(state)
-    assert flat(other) == whole[3:]
-
-
-@pytest.mark.parametrize(
-    ("sampler", "told"), [("generator", False), ("ours", True), ("own generator", True)]
-)
-def test_an_iterator_that_was_declared_finished_is_followed_by_the_next(
-    sampler: str, told: bool
-) -> None:
-    whole = epochs_of(make(sampler), 3)
-    torch.manual_seed(0)
-    _, state = left_after(make(sampler, 2, "threads"), 3)
-    state["_iterator_finished"] = True
-    other = make(sampler)
-    other.load_state_dict(state)
-    if told:
-        other.set_epoch(1)
-    assert [flat(other), flat(other)] == whole[1:]
-
-
-@pytest.mark.parametrize("sampler", ["ours", "own generator"])
-def test_an_end_that_was_declared_none_leaves_an_empty_rest(sampler: str) -> None:
-    whole = epochs_of(make(sampler), 2)
+def edited(sampler: str, count: int, edit: Callable[[dict[str, Any]], None]) -> DataLoader:
+    """A loader with the state of another, which has given `count` batches, as somebody edited it."""
     torch.manual_seed(0)
     loader = make(sampler, 2, "threads")
-    list(loader)
-    state = {**loader.state_dict(), "_iterator_finished": False}
+    iterator = iter(loader)
+    for _ in range(count):
+        next(iterator, None)
+    state = loader.state_dict()
+    edit(state)
     other = make(sampler)
     other.load_state_dict(state)
+    return other
+
+
+@pytest.mark.parametrize("sampler", ["generator", "ours", "own generator", "our batches"])
+def test_what_accelerate_edits_is_honoured(sampler: str) -> None:
+    def one_less(state: dict[str, Any]) -> None:
+        state["_sampler_iter_yielded"] -= 1
+        state["_num_yielded"] -= 1
+        size = make(sampler).batch_size
+        # After a batch sampler there is none for accelerate to multiply with.
+        assert ("samples_yielded" in state["_index_sampler_state"]) is (size is not None)
+        if size is not None:
+            state["_index_sampler_state"]["samples_yielded"] -= size
+        state["_iterator_finished"] = False
+
+    whole = epochs_of(make(sampler), 3)
+    assert flat(edited(sampler, 4, one_less)) == whole[0][3:]
+    # An iterator that was declared finished is followed by the next.
+    for told in (False, True):
+        other = edited(sampler, 3, lambda state: state.update(_iterator_finished=True))
+        if told:
+            other.set_epoch(1)
+        assert [flat(other), flat(other)] == whole[1:]
+    # An end that was declared none leaves an empty rest.
+    other = edited(sampler, 99, lambda state: state.update(_iterator_finished=False))
     assert flat(other) == []
     assert other.state_dict()["_hybridloader"]["epoch"] == 1
     assert flat(other) == whole[1]
