@@ -62,20 +62,37 @@ def alike(*arguments: str, cwd: Path) -> tuple[str, str, int]:
     return wanted
 
 
-@pytest.mark.full  # 10 s; processes by spawn find the main module in the same way
-@needs_fork  # forkserver
-def test_workers_that_run_the_script_again_send_its_objects(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        "import torch\n"
-        "class Mine: ...\n"
-        "class Data(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 2\n"
-        "    def __getitem__(self, index): return Mine()\n"
-        "if __name__ == '__main__':\n"
-        "    loader = torch.utils.data.DataLoader(\n"
-        "        Data(), num_workers=1, collate_fn=list, multiprocessing_context='forkserver')\n"
-        "    print([type(one) is Mine for batch in loader for one in batch])\n"
-    )
+FORKSERVER = """
+import torch
+class Mine: ...
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, index): return Mine()
+if __name__ == '__main__':
+    loader = torch.utils.data.DataLoader(
+        Data(), num_workers=1, collate_fn=list, multiprocessing_context='forkserver')
+    print([type(one) is Mine for batch in loader for one in batch])
+"""
+SPAWN = """
+import multiprocessing
+class Mine: ...
+def work(x):
+    return Mine()
+if __name__ == '__main__':
+    with multiprocessing.get_context('spawn').Pool(1) as pool:
+        print([type(one) is Mine for one in pool.map(work, [1, 2])])
+"""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [SPAWN, pytest.param(FORKSERVER, marks=[pytest.mark.full, needs_fork])],  # the latter: 10 s
+    ids=["spawn", "forkserver"],
+)
+def test_its_own_processes_find_its_main_module_and_send_its_objects(
+    tmp_path: Path, script: str
+) -> None:
+    (tmp_path / "script.py").write_text(script)
     assert alike("script.py", cwd=tmp_path) == ("[True, True]\n", "", 0)
 
 
@@ -165,18 +182,6 @@ def test_its_loaders_run_on_the_backend(
     assert (problems, code) == ("", 0)
     values = [(*where, n * n) for n in range(4)]
     assert told == f"{values} 1\ntorch.utils.data.dataloader True\n"
-
-
-def test_its_own_processes_find_its_main_module(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        "import multiprocessing\n"
-        "def work(x):\n"
-        "    return x + 1\n"
-        "if __name__ == '__main__':\n"
-        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
-        "        print(pool.map(work, [1]))\n"
-    )
-    assert alike("script.py", cwd=tmp_path) == ("[2]\n", "", 0)
 
 
 @pytest.mark.parametrize(

@@ -196,22 +196,6 @@ def ranks(replicas: int, length: int, batch: int, uneven: str) -> list[DataLoade
     ]
 
 
-@pytest.mark.parametrize(("before", "after", "steps"), [(2, 3, 2), (3, 1, 1)])
-def test_another_number_of_ranks_loses_and_doubles_nothing(
-    before: int, after: int, steps: int
-) -> None:
-    seen, states = [], []
-    for loader in ranks(before, 40, 4, "exact"):
-        iterator = iter(loader)
-        for _ in range(steps):
-            seen += next(iterator).tolist()
-        states.append(loader.state_dict())
-    for loader in ranks(after, 40, 4, "exact"):
-        loader.load_state_dict(states[0])
-        seen += [index for batch in loader for index in batch.tolist()]
-    assert sorted(seen) == list(range(40))
-
-
 @pytest.mark.parametrize("steps", [3, 4])
 def test_what_is_too_little_for_more_ranks_is_dropped_and_not_filled_from_the_next_epoch(
     steps: int,

@@ -112,10 +112,12 @@ def test_a_sampler_of_ones_own_is_asked_when_torch_asks_it(
     assert asked(DataLoader, late, backend="threads", seeding=seeding) == wanted
 
 
-def test_a_generator_that_the_training_loop_draws_from_too_gives_torchs_numbers() -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_a_generator_that_the_training_loop_draws_from_too_gives_torchs_numbers(own: bool) -> None:
     def drawn(kind: Any, dataset: Any, **options: Any) -> list[Any]:
-        generator = torch.Generator().manual_seed(0)
-        options = {"shuffle": True, "generator": generator, "num_workers": WORKERS, **options}
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(0) if own else None
+        options |= {"shuffle": True, "generator": generator, "num_workers": WORKERS}
         made, found = kind(dataset, **options), list[Any]()
         for _ in range(2):
             for batch in made:
@@ -123,15 +125,6 @@ def test_a_generator_that_the_training_loop_draws_from_too_gives_torchs_numbers(
         return found
 
     assert drawn(DataLoader, Late(2), backend="threads") == drawn(TorchLoader, range(LENGTH))
-
-
-def test_so_does_torchs_own_generator() -> None:
-    def drawn(kind: Any, dataset: Any, **options: Any) -> list[Any]:
-        torch.manual_seed(0)
-        made = kind(dataset, shuffle=True, num_workers=WORKERS, **options)
-        return [(int(batch), torch.rand(1).item()) for _ in range(2) for batch in made]
-
-    assert drawn(DataLoader, Late(3), backend="threads") == drawn(TorchLoader, range(LENGTH))
 
 
 OPTIONS: dict[str, Any] = {

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.compat import EVERY
 from support.parity_cases import (
     MAP_OPTIONS,
     MAPS,
@@ -274,8 +273,6 @@ def backends(number: int, cell: Cell) -> Iterator[Any]:
 SPAWNED = {
     "drawn+shuffle-generator+persistent+2w",
     "unequal-drawing+drop-last+persistent-init-fn+2w",
-    "remembering+batches+persistent-marked+2w",
-    "pipe-shuffled+shuffle+persistent+2w",
 }
 
 EACH_BY_ITSELF = {"drawn+shuffle-generator+persistent+2w"}
@@ -289,7 +286,6 @@ ON_RAY = {
 
 GRID = {cell: tuple(backends(number, cell)) for number, cell in enumerate(cells_with_workers())}
 ALONE = cells_without_workers()
-CELLS = [(cell, None) for cell in ALONE] + [(cell, b) for cell in GRID for b in GRID[cell]]
 
 
 def name_of(backend: Any) -> str:
@@ -344,15 +340,6 @@ def test_torchs_own_loaders_are_the_same_converted_or_on_our_engine(cell: Cell) 
 def test_on_ray_a_run_is_the_same_as_with_torch(cell: Cell) -> None:
     ours = cell.run(hybridloader.DataLoader, backend=Ray(num_cpus=0.1))
     assert_same(ours, oracle(cell), "ray")
-
-
-@pytest.mark.parametrize("cells", [pytest.param(CELLS, id=f"{len(CELLS)}-cells")])
-def test_no_cell_of_the_grid_is_there_twice(cells: list[tuple[Cell, Any]]) -> None:
-    names = [(cell.name, name_of(backend)) for cell, backend in cells]
-    assert [name for name, times in Counter(names).items() if times > 1] == []
-    assert {name for _, name in names} == {"default", "fresh", *EVERY}
-    for fresh, cells_of in (("spawn", SPAWNED), ("fresh", EACH_BY_ITSELF)):
-        assert {name for name, backend in names if backend == fresh} == cells_of
 
 
 # -- beyond the grid -------------------------------------------------------------------------------

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
-import textwrap
 import threading
 import warnings
 import weakref
@@ -256,31 +254,6 @@ def test_a_fork_of_this_process_has_no_thread_and_is_told_so() -> None:
     assert os.waitpid(pid, 0)[1] == 0
     next(iterator)
     iterator.close()
-
-
-def test_a_process_may_end_with_a_batch_in_every_place() -> None:
-    script = """
-        import torch
-        from torch.utils.data import TensorDataset
-        from hybridloader import DataLoader
-        from support.fake_accelerator import FakeAccelerator
-
-        data = TensorDataset(torch.zeros(64, 1000))
-        kept = []
-        for backend in ("threads", "fork"):
-            loader = DataLoader(data, 2, num_workers=2, backend=backend, device=FakeAccelerator())
-            kept.append(iter(loader))
-            next(kept[-1])
-    """
-    code = textwrap.dedent(script)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_iterator_whose_thread_has_all_batches_can_be_entered() -> None:

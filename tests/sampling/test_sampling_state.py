@@ -8,6 +8,7 @@ import json
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice, product, zip_longest
 from typing import Any
 
@@ -344,9 +345,8 @@ def test_what_a_state_holds_is_pinned() -> None:
 
 
 LOADERS: dict[str, Callable[..., Any]] = {
-    "torch, workers": lambda *a, **k: torch.utils.data.DataLoader(*a, num_workers=2, **k),
-    "inline": lambda *a, **k: hybridloader.DataLoader(*a, **k),
-    "fork": lambda *a, **k: hybridloader.DataLoader(*a, num_workers=2, backend="fork", **k),
+    "torch": partial(torch.utils.data.DataLoader, num_workers=2),
+    "ours": partial(hybridloader.DataLoader, num_workers=2, backend="fork"),
 }
 
 

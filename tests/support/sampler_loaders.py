@@ -83,17 +83,6 @@ SAMPLERS: dict[str, Made] = {
     },
 }
 
-PLACES = [(0, "inline"), (1, "threads"), (3, "threads"), (3, "inline"), (3, "fork")]
-"""Numbers of workers, with their backends."""
-
-
-def some_counts(batches: int, *which: int) -> range:
-    """After how many of so many batches to leave: each third, another third for each sum of `which`.
-
-    All of them by all of them is the most expensive thing that forks do in these tests.
-    """
-    return range(sum(which) % 3, batches + 1, 3)
-
 
 def listed(batches: Any) -> list[Any]:
     """Batches of numbers as lists; all others as they are."""
