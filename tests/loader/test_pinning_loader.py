@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.compat import Told
 from support.failing_datasets import Samples, at_gate, outcomes
 from support.fake_accelerator import FakeAccelerator, taken_for_current
 from support.installed_torch import warns_without_accelerator
@@ -25,7 +27,6 @@ from support.pinning_datasets import (
     start,
 )
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Sampler
 
 from hybridloader import DataLoader, Transfer
 from hybridloader.testing import Gate
@@ -161,31 +162,14 @@ def test_pinned_batches_are_what_the_loop_copies_on_streams_that_the_loader_does
 # -- the sampler -----------------------------------------------------------------------------------
 
 
-class Told(Sampler[int]):
-    """Sampler that notes the threads that ask it."""
-
-    def __init__(self) -> None:
-        self.given: list[int] = []
-        self.threads: set[str] = set()
-
-    def __len__(self) -> int:
-        return 12
-
-    def __iter__(self) -> Any:
-        for index in range(12):
-            self.given.append(index)
-            self.threads.add(main())
-            yield index
-
-
 def test_the_sampler_is_asked_by_the_caller_when_torch_asks_it() -> None:
     def rhythm(kind: Any, **options: Any) -> list[int]:
-        sampler = Told()
+        sampler = Told(12)
         iterator = iter(kind(Rows(), 2, sampler=sampler, num_workers=1, **options))
         drawn = [len(sampler.given)]
         for _ in iterator:
             drawn.append(len(sampler.given))
-        assert sampler.threads == {main()}
+        assert sampler.places == {(os.getpid(), threading.get_ident())}
         return drawn
 
     theirs = rhythm(TorchLoader)
@@ -203,7 +187,12 @@ def test_what_the_sampler_raises_comes_behind_what_it_had_given() -> None:
             return indices()
 
     loader = DataLoader(
-        Rows(), None, sampler=Failing(), num_workers=1, backend="threads", device=FakeAccelerator()
+        Rows(),
+        None,
+        sampler=Failing(12),
+        num_workers=1,
+        backend="threads",
+        device=FakeAccelerator(),
     )
     found = outcomes(iter(loader))
     assert [type(item) for item in found] == [torch.Tensor] * 5 + [KeyError]
