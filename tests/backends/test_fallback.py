@@ -21,6 +21,7 @@ from support.platforms import needs_fork
 
 from hybridloader import DataLoader, Fork, Inline, Memory, Pipeline, SharedMemory, Spawn, Threads
 from hybridloader.engine import Backend, Crew
+from hybridloader.errors import BackendUnavailable
 
 pytestmark = pytest.mark.usefixtures("unwarned")
 
@@ -201,3 +202,11 @@ def test_a_left_out_backend_follows_the_start_method_of_multiprocessing(
         assert list(loader) == [[method == "fork"]] * 2
     finally:
         multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.usefixtures("_daemonic")
+@needs_fork
+@pytest.mark.parametrize("backend", PROCESSES)
+def test_a_backend_that_is_opened_by_hand_still_refuses(backend: Any) -> None:
+    with pytest.raises(BackendUnavailable, match=r"daemonic.*threads"):
+        backend.check()

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
-from hybridloader import DataLoader, Pipeline, Threads, WorkerTimeout
+from hybridloader import DataLoader, Pipeline, Threads, WorkerDied, WorkerTimeout
 
 LONG = 60.0
 """Seconds after which a test gives up; never reached when all is well."""
@@ -375,3 +375,17 @@ def test_tasks_of_a_worker_whose_init_fn_failed_are_errors() -> None:
         except KeyError:
             found.append("init")
     assert found == [0, "init", 8, "init", 16, "init"]
+
+
+class Leaving(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index == 26:
+            raise SystemExit(3)
+        return index
+
+
+def test_a_worker_that_ends_says_at_which_sample() -> None:
+    dataset: Any = Leaving(80)
+    iterator = iter(DataLoader(dataset, 8, num_workers=2, backend="threads"))
+    with pytest.raises(WorkerDied, match=r"ended by SystemExit: 3.*It was at sample 2 of .*: 26\."):
+        lists(iterator)

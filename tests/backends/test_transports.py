@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import multiprocessing
 import os
 import pickle
@@ -382,3 +383,38 @@ def test_too_many_descriptors_under_way_are_sent_later(monkeypatch: pytest.Monke
         monkeypatch.setattr(transports, "send_some", refuse)
         assert [crew.call(full(k)) for k in range(4)] == [2 * OWN * k for k in range(4)]
     assert refusals == []
+
+
+@posix
+def test_writing_after_the_worker_has_ended_is_the_end_too() -> None:
+    """Its writer thread may still be at a large frame; a traceback of it would be noise."""
+    ours, theirs = multiprocessing.Pipe(duplex=True)
+    endpoint = SocketEndpoint(theirs)
+    endpoint.close()
+    with pytest.raises(EOFError):
+        endpoint.send([b"late"])
+    ours.close()
+
+
+@posix
+def test_descriptors_of_which_too_many_are_under_way_are_sent_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=True)
+    endpoint, other = SocketEndpoint(theirs), SocketEndpoint(ours)
+    refusals = [errno.ETOOMANYREFS, errno.ETOOMANYREFS]
+
+    def send_some(*args: Any) -> bool:
+        if refusals:
+            raise OSError(refusals.pop(), "as the kernel says it")
+        return send(*args)
+
+    send = transports.send_some
+    monkeypatch.setattr(transports, "send_some", send_some)
+    monkeypatch.setattr(transports, "_PAUSE", 0)
+    endpoint.send([b"a slot"], [0])
+    frame = other.get()
+    assert bytes(frame.parts[0]) == b"a slot"
+    os.close(*frame.fds)
+    endpoint.close()
+    other.close()

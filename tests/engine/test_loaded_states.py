@@ -307,3 +307,20 @@ def test_what_a_load_has_dropped_does_not_come_again() -> None:
     next(batches)
     loader.load_state_dict(state)
     assert [listed(loader) for _ in range(3)] == [whole[1:], whole, whole]
+
+
+class Refusing(Noted):
+    """Dataset whose state can't be taken after its end."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.at == self.length:
+            raise LookupError("no state")
+        return super().state_dict()
+
+
+def test_a_dataset_that_cannot_return_its_state_stays_as_it_is() -> None:
+    loader = DataLoader(Refusing(), 4)
+    next(iter(loader))
+    other = DataLoader(Refusing(), 4)
+    other.load_state_dict(loader.state_dict())
+    assert [len(listed(other)) for _ in range(3)] == [3, 3, 3]

@@ -392,3 +392,12 @@ def test_the_loader_reports_its_workers_from_another_thread_while_it_waits(tmp_p
     assert str(os.getpid()) in told
     assert found == list(range(LENGTH))
     assert loader.report() == ""  # its iterator is no more
+
+
+def test_a_fresh_worker_that_is_killed_at_once_is_replaced() -> None:
+    data: Any = range(LENGTH)  # it has what a dataset needs
+    loader = DataLoader(data, 4, num_workers=1, backend="spawn", on_worker_death="restart")
+    with iter(loader) as it:
+        [worker] = it._workers
+        worker.kill()
+        assert values(it) == list(range(LENGTH))

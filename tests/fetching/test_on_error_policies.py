@@ -295,3 +295,16 @@ def test_what_came_with_the_last_straw_is_there_for_who_goes_on() -> None:
         next(batches)
     assert next(batches) == (None, 1, 2)
     assert loader.skipped[0].replaced
+
+
+def test_samples_that_do_not_fit_together_are_listed() -> None:
+    def collate(samples: list[int]) -> Any:
+        if 2 in samples:
+            raise ValueError("odd one")
+        return tuple(samples)
+
+    loader, batches = batches_of(
+        [True, False, True, False, False, True], batch_size=2, collate_fn=collate
+    )
+    assert list(batches) == [(5,)]
+    assert [record.index for record in loader.skipped] == [1, 3, 0, 2, 4]

@@ -361,3 +361,21 @@ def test_the_cpu_is_where_batches_are_and_takes_no_thread() -> None:
     assert not runs(TO_THREAD)
     assert first_of(next(iterator)) == [0]
     iterator.close()
+
+
+def sometimes(index: int) -> torch.Tensor:
+    if index % 5 == 1:
+        raise ValueError("bad")
+    return torch.full((4,), index, dtype=torch.int32)
+
+
+def test_samples_that_are_left_out_make_full_batches_which_are_moved_too() -> None:
+    fake = FakeAccelerator(manual=False)
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "on_error": "skip"}
+    data = Samples(sometimes, 40)
+    wanted = [first_of(batch) for batch in DataLoader(data, backend="threads", **options)]
+    loader = DataLoader(data, backend="threads", device=fake, **options)
+    batches = list(loader)
+    assert [first_of(batch) for batch in batches] == wanted
+    assert all(fake.holds(batch) for batch in batches)
+    assert [skipped.index for skipped in loader.skipped] == [1, 6, 11, 16, 21, 26, 31, 36]

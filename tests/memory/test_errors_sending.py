@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +13,13 @@ from support.failing_datasets import (
     MEGABYTE,
     Samples,
     every_backend,
+    every_process,
     explode,
+    kinds,
     load,
     notes_of,
     outcomes,
+    text_of,
 )
 from torch.utils.data import Dataset
 
@@ -137,3 +141,24 @@ def test_tasks_of_a_megabyte_of_indices_arrive(backend: str) -> None:
     batches = [[index + shift for index in many] for shift in range(4)]
     loader = load(Sums(), backend, batch_sampler=batches)
     assert list(loader) == [[len(batch), sum(batch)] for batch in batches]
+
+
+@every_process
+def test_an_exception_that_can_not_be_loaded_is_an_error_of_its_batch_alone(backend: str) -> None:
+    class Stubborn(Exception):
+        def __new__(cls, *args: Any) -> Any:
+            if os.getpid() == home:
+                raise ArithmeticError("not in this process")
+            return super().__new__(cls, *args)
+
+    home = os.getpid()
+
+    def fail(index: int) -> int:
+        if index == 1:
+            raise Stubborn("hello")
+        return index
+
+    found = outcomes(iter(load(Samples(fail, 3), backend)))
+    assert kinds(found) == [[0], RuntimeError, [2]]
+    assert "Stubborn" in text_of(found[1])
+    assert "hello" in text_of(found[1])

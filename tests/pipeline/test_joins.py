@@ -309,3 +309,27 @@ def test_the_traceback_of_an_error_says_where_it_was_raised() -> None:
             next(run)
         assert caught.traceback[-1].name == "__next__"
         assert caught.traceback[-1].path.name == "scripts.py"
+
+
+class SetUpOnce:
+    """A function that the first worker alone can set up."""
+
+    def __init__(self) -> None:
+        self.setups: list[int] = []
+
+    def setup(self) -> None:
+        self.setups.append(0)
+        if len(self.setups) > 1:
+            raise ValueError("no second")
+
+    def __call__(self, item: int) -> int:
+        return item
+
+
+def test_every_item_of_a_worker_that_can_not_be_set_up_fails_in_its_place() -> None:
+    numbers = Pipeline.from_dataset(range(1500))
+    found = events(iter(numbers.map(SetUpOnce(), **THREADS).zip(numbers)), most=5000)
+    assert len(found) == 1500
+    items = [item for kind, item in found if kind == "item"]
+    assert items
+    assert all(one == other for one, other in items)

@@ -177,3 +177,35 @@ def test_workers_are_seeded_by_the_run() -> None:
     pipe = Pipeline.from_dataset(range(8)).map(random_numbers, backend="fork", num_workers=1)
     assert list(pipe.run(seed=1)) == list(pipe.run(seed=1))
     assert list(pipe.run(seed=1)) != list(pipe.run(seed=2))
+
+
+def test_a_thread_that_was_stuck_in_an_epoch_before_does_not_end_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hybridloader.running.executor.CLOSING", 0.0)
+    gate, first = Gate(), True
+
+    def stuck_once(item: int) -> int:
+        nonlocal first
+        if first:
+            first = False
+            gate.arrive()
+        return item
+
+    before = {thread.ident for thread in threading.enumerate()}
+    where: dict[str, Any] = {"backend": "threads", "num_workers": 1}
+    pipe = Pipeline.from_dataset(range(10_000)).map(double, **where).map(stuck_once)
+    pipe = pipe.map(double, **where)
+    with pipe.epochs(2) as epochs:
+        next(epochs)
+        gate.await_arrivals()
+        (stuck,) = (
+            thread
+            for thread in threading.enumerate()
+            if "stuck_once" in thread.name and thread.ident not in before
+        )
+        new = next(epochs)
+        got = [next(new)]
+        gate.open()
+        stuck.join(30)
+        assert [*got, *new] == list(range(0, 40_000, 4))

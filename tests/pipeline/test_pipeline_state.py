@@ -460,3 +460,19 @@ def test_without_workers_an_init_function_is_called_once_for_all_epochs() -> Non
     )
     assert [list(run) for run in pipe.repeat(2).epochs(2)] == [[0, 1, 2] * 2] * 2
     assert called == [0]
+
+
+@pytest.mark.parametrize("stop", [1, 4, 25])
+def test_errors_that_are_raised_beside_the_items_have_no_number(stop: int) -> None:
+    """`skip` raises the errors of skipped items, and `take` and `enumerate` don't count them."""
+
+    def make() -> Pipeline:
+        return Pipeline.from_dataset(range(60)).map(fails).skip(30).take(20).enumerate()
+
+    whole = events(make().run(seed=1))
+    assert [kind for kind, _ in whole].count("error") == 5
+    with make().run(seed=1) as run:
+        found = events(run, stop)
+        state = saved(run)
+    with make().run(state=state) as run:
+        assert found + events(run) == whole

@@ -10,6 +10,7 @@ import os
 import pickle
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -22,6 +23,7 @@ from support.containers import (
     output,
     owner,
     read_pickle,
+    shared_buffer,
 )
 
 from hybridloader.records import SharedDict, SharedList
@@ -191,3 +193,23 @@ def test_the_errors_say_which_process_it_was() -> None:
     del mapping
     with pytest.raises(BufferGone, match=rf"process {os.getpid()}, which had it, has let go"):
         pickle.loads(pickled)
+
+
+@linux
+def test_other_memory_is_never_taken_for_its_own(tmp_path: Path) -> None:
+    shared, other = SharedList(["aaa"]), SharedList(["bbb"])
+    mine, others = shared._buffer._ticket, other._buffer._ticket
+    assert mine.size == others.size
+    del shared
+    pipe = os.pipe()
+    try:
+        for places in (others.places, ((os.getpid(), pipe[0]),), ((2**22 + 1, 0),)):
+            with pytest.raises(BufferGone):  # the number is another file's now
+                shared_buffer.open_ticket(*mine._replace(places=places))
+        with pytest.raises(BufferGone):  # and even its inode
+            shared_buffer.open_ticket(*mine._replace(places=others.places, file=others.file))
+    finally:
+        os.close(pipe[0])
+        os.close(pipe[1])
+    opened = shared_buffer.open_ticket(*others)
+    assert opened is other._buffer

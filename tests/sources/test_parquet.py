@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import sys
@@ -14,7 +15,7 @@ import torch
 from support.http_store import HttpStore
 
 from hybridloader import DataLoader, Skip
-from hybridloader.errors import SourceError
+from hybridloader.errors import SourceError, StoreError
 from hybridloader.sources import Parquet
 
 pa = pytest.importorskip("pyarrow")
@@ -331,3 +332,20 @@ def test_notes_that_others_leave_in_a_folder_are_no_parquet(folder: Path) -> Non
     (folder / "_temporary").mkdir()
     (folder / "_temporary" / "half.parquet").write_bytes(b"PAR1")
     assert len(Parquet(folder)) == 17
+
+
+def test_an_error_of_a_store_is_not_taken_for_damage(
+    store: HttpStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = io.BytesIO()
+    pq.write_table(table(0, 10), packed)
+    store.files["/a.parquet"] = packed.getvalue()
+    rows = Parquet(f"{store.url}/a.parquet", columns=["int"], retry_seconds=0)
+
+    def forbidden(*_: Any) -> bytes:
+        raise OSError("Forbidden")  # as gcsfs does: without a number
+
+    monkeypatch.setattr("hybridloader.sources.store.Store.remote_range", forbidden)
+    with pytest.raises(StoreError, match=r"a\.parquet.* was not served: .*Forbidden"):
+        rows[0]
+    rows.close()
