@@ -339,9 +339,8 @@ def _run(arguments: argparse.Namespace) -> str | None:
 def _tune(arguments: argparse.Namespace) -> str | None:
     """Tune the first loader or pipeline of a script; return the error as text, or None."""
     from hybridloader.compat import script
-    from hybridloader.tuning.script_loader import FirstLoader, TunedEnd
     from hybridloader.tuning.subjects import subject_of
-    from hybridloader.tuning.tune import tune
+    from hybridloader.tuning.tune import FirstLoader, TunedEnd, tune
 
     try:
         program = script.script(arguments.script)

@@ -17,7 +17,7 @@ import torch.utils.data
 from hybridloader import DataLoader, Pipeline, PipelineLoader
 from hybridloader.running.run import Run
 from hybridloader.tuning import tune as choosing
-from hybridloader.tuning.script_loader import FirstLoader, TunedEnd
+from hybridloader.tuning.tune import FirstLoader, TunedEnd
 from tests.support.manual_clock import Clock
 
 SCRIPT = """
