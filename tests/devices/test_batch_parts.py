@@ -15,7 +15,7 @@ from support.pinning_datasets import Leaf
 from support.scripts import no_deadline
 from torch.utils.data._utils.pin_memory import pin_memory as torchs_pin_memory
 
-from hybridloader.devices.batch_parts import mapped, pins_itself, tensors_in
+from hybridloader.devices.pinning import mapped, pins_itself, tensors_in
 
 
 class Pair(NamedTuple):

@@ -21,7 +21,7 @@ from hybridloader._support.user_objects import (
     foreign,
     has,
 )
-from hybridloader.devices.batch_parts import like
+from hybridloader.devices.pinning import like
 from hybridloader.fetching.collate import is_default_collate, slot_for, teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
 from hybridloader.memory.slots import PrivateSlots, set_slots
