@@ -39,7 +39,7 @@ from hybridloader.engine.messages import (
 from hybridloader.engine.serving import Pickled, received
 from hybridloader.engine.worker import Worker, run, set_process_info
 from hybridloader.fetching.collate import teach_torch
-from hybridloader.memory.shared_slots import SlotReader, SlotWriter, both_ways, task_names
+from hybridloader.memory.shared_slots import SlotReader, SlotWriter, both_ways
 from hybridloader.memory.slots import set_slots
 from hybridloader.seeding.worker_seeds import ProcessSeeds
 
@@ -113,8 +113,8 @@ def main(
     leave_signals()
     endpoint = endpoint_class(pipe)
     connection = _WorkerConnection(number, endpoint, slots)
-    watch = ParentWatch(endpoint, parent, connection.sweep)
-    hung_up, postmortem = False, None
+    watch = ParentWatch(endpoint, parent)
+    postmortem = None
     try:
         frame = endpoint.get()
         connection.postmortem = postmortem = first.record(frame)
@@ -131,15 +131,12 @@ def main(
         run(worker, connection.get, connection.report, listen)
         connection.finish()
     except EOFError:
-        hung_up = True
+        pass
     except BaseException as error:
         if postmortem is not None:
             postmortem.ended_by(error)
         raise
     finally:
-        # If the watch noticed before the last message was read, no EOFError is raised.
-        if hung_up or watch.context.cancelled:
-            connection.sweep()  # the parent has closed the iterator, or is gone, and reads no more
         endpoint.close()
     if fresh:
         _leave()
@@ -180,11 +177,9 @@ class _WorkerConnection:
     def __init__(self, worker: int, endpoint: Any, slots: tuple[int, str | None]) -> None:
         self._worker = worker
         self._endpoint = endpoint
-        self._share, names = slots
+        self._share, _ = slots
         self.results = SlotWriter(*slots)
-        self._tasks = SlotReader(
-            both_ways(self._share)[1], None if names is None else task_names(names)
-        )
+        self._tasks = SlotReader(both_ways(self._share)[1])
         self.postmortem: PostmortemWriter | None = None
         # Unanswered tasks; before `read_ahead`, the latest one.
         self._asked: deque[int] = deque()
@@ -263,11 +258,6 @@ class _WorkerConnection:
         if self._writer is not None:
             self._outgoing.put(None)
             self._writer.join()
-
-    def sweep(self) -> None:
-        """Unlink all segments that only the parent, which is gone, would have unlinked."""
-        self.results.sweep()
-        self._tasks.sweep()
 
     def _write(self, parts: list[Any], fds: Sequence[int]) -> None:
         size = len(parts[0]) if len(parts) == 1 else sum(memoryview(p).nbytes for p in parts)
@@ -350,10 +340,8 @@ class ParentWatch:
         self,
         endpoint: Any,
         parent: int,  # process id
-        sweep: Callable[[], None],  # called before the process ends because the parent has ended
     ) -> None:
         self.context = TaskContext()
-        self._sweep = sweep
         self._changing = threading.Lock()
         args = endpoint.fileno(), parent
         name = "hybridloader-parent-watch"
@@ -393,5 +381,4 @@ class ParentWatch:
             self.context.cancelled = True
         # In this time the worker reads the end of its stream and ends the process.
         time.sleep(_GRACE)
-        self._sweep()
         os._exit(1)

@@ -116,7 +116,7 @@ class SlotChannel:
         # Short, because macOS allows 31 characters.
         self._names = None if nameless else f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
         self.slots = share, self._names  # as `child.main` takes it
-        self.results = shared_slots.SlotReader(share // 2, self._names, nameless, locks)
+        self.results = shared_slots.SlotReader(share // 2, nameless, locks)
         # All the other mutable state:
         self.refusal: str | None = None  # why a large task got no slot, until it is reported
         self.forwarded: dict[int, ProcessResult] = {}  # by task number, until the task is answered
@@ -187,7 +187,6 @@ class SlotChannel:
         self.known.clear()
         if self.tasks is not None:
             self.tasks.close()
-            self.tasks.sweep()
             self.tasks = None
 
     def close(self) -> None:
@@ -195,7 +194,6 @@ class SlotChannel:
         self.worker_gone()
         self.all_answered()
         self.results.close()
-        self.results.sweep()
 
     def forget(self, alias: int) -> None:
         """Note that a segment of another worker is gone. May be called from any thread."""
@@ -222,7 +220,7 @@ class SlotChannel:
         if buffers or len(header) >= OWN:
             if self.tasks is None:
                 limit, self.results.limit = shared_slots.both_ways(self._share)
-                names = None if self._names is None else shared_slots.task_names(self._names)
+                names = None if self._names is None else f"{self._names}t"
                 self.tasks = shared_slots.SlotWriter(limit, names)
             own, header, buffers, new_fds = into_slots(header, buffers, self.tasks)
             self.refusal = self.refusal or own.refusal
@@ -491,10 +489,6 @@ class ProcessCrew(Crew):
     def page_lock(self, locks: PageLocks) -> None:
         self._locks = locks
 
-    @property
-    def channels(self) -> list[SlotChannel]:  # by worker number
-        return [worker.channel for worker in self._workers]
-
     def start(self, worker: int, spec: WorkerSpec) -> None:
         if worker < len(self._workers):
             self._check()
@@ -628,7 +622,7 @@ class ProcessCrew(Crew):
             slots = channel.results
             if slot_map is not None:
                 slots.learn(slot_map, frame.fds)
-                if slots.names is not None and slots.lost(slot_map) and self._has_ended(worker):
+                if not self._nameless and slots.lost(slot_map) and self._has_ended(worker):
                     return None
             if channel.forwarded:
                 channel.answered(seq)

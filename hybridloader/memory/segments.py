@@ -5,8 +5,9 @@ There are two kinds:
 - A *nameless* segment is an anonymous file (memfd on Linux; on macOS a POSIX segment whose name is
   unlinked at once). No name can leak, and the size of /dev/shm does not limit it. Its descriptor is
   sent over a socket, and closed as soon as the segment is mapped.
-- A *named* segment is a `multiprocessing.shared_memory.SharedMemory`, for platforms whose connections
-  carry no descriptors.
+- A *named* segment is a `multiprocessing.shared_memory.SharedMemory`, for Windows, whose connections
+  carry no descriptors. There it is gone with the last process that has it open. The tests also run
+  it on POSIX, where the reader removes the name.
 
 The import uses nothing that only POSIX has.
 """
@@ -76,13 +77,6 @@ def make(size: int, name: str | None) -> tuple[Mapping, Ticket, int | None]:
     """
     if name is not None:
         segment = _shared_memory(name, size)
-        try:  # a full /dev/shm then raises here, instead of a SIGBUS later
-            if system.FALLOCATE:
-                os.posix_fallocate(segment._fd, 0, size)
-        except BaseException:
-            segment.close()
-            unlink(name)
-            raise
         return _map_named(segment), Ticket(segment.size, name), None
     fd = anonymous_file(size)
     try:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hybridloader._support import system
 from hybridloader.memory import segments
 from hybridloader.memory.segments import ALIGN, Mapping, Ticket
-from hybridloader.memory.slots import IDLE, KEPT, OWN, Made, Pool, forks, place_of
+from hybridloader.memory.slots import KEPT, OWN, Made, Pool, forks, place_of
 
 if TYPE_CHECKING:
     from hybridloader.memory.accelerator import PageLocks
@@ -42,11 +41,6 @@ _lendings = itertools.count()
 def both_ways(share: int) -> tuple[int, int]:
     """Split a worker's bytes among two directions: the limit of each writer, and of each reader."""
     return max(1, share // 2), share // 4
-
-
-def task_names(names: str) -> str:
-    """Return the name prefix of a worker's slots for tasks, from that of its slots for results."""
-    return f"{names}t"
 
 
 class BufferPlace(NamedTuple):
@@ -83,16 +77,8 @@ class SlotWriter:
 
     def __init__(self, limit: int, names: str | None = None) -> None:
         def make(size: int, number: int) -> Made:
-            if names is None:
-                return segments.make(size, None)
-            with self._naming:
-                if self._swept:
-                    raise OSError(errno.ECANCELED, "the reader has ended")
-                return segments.make(size, f"{names}{number}")
+            return segments.make(size, None if names is None else f"{names}{number}")
 
-        self._names = names
-        self._naming = threading.Lock()
-        self._swept = False
         self.pool = Pool(make, limit)
         self.empty, self.lower, self.close = self.pool.empty, self.pool.lower, self.pool.close
 
@@ -121,15 +107,6 @@ class SlotWriter:
     def release(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self.pool.drop(number)
-
-    def sweep(self) -> None:
-        """Unlink segments that the reader, now gone, never opened; make no more. From any thread."""
-        if self._names is None:
-            return
-        with self._naming:
-            self._swept = True
-        for number in range(self.pool.made + 1):  # the last may not be counted yet
-            segments.unlink(f"{self._names}{number}")
 
     def _find(self, buffer: memoryview) -> BufferPlace | None:
         address = segments.address_of(buffer)
@@ -252,14 +229,12 @@ class SlotReader:
     def __init__(
         self,
         limit: int,
-        names: str | None = None,  # prefix of the names of named segments, as the writer has it
         keeps: bool = False,
         # They lock a segment when the first batch over it is opened here:
         locks: PageLocks | None = None,
     ) -> None:
         self.limit = limit
         self.locks = locks
-        self.names = names
         self._keeps = keeps
         # All the mutable state:
         self.segments: dict[int, MappedSegment] = {}  # by number
@@ -366,15 +341,6 @@ class SlotReader:
         for segment in list(self.segments.values()):
             segment.end()
             segment.unlock_soon()
-
-    def sweep(self) -> None:
-        """Unlink segments that the writer, now gone, had made and that were never opened here."""
-        if self.names is None:
-            return
-        number = absent = 0
-        while number <= self.highest or absent < 2 * IDLE:
-            absent = 0 if segments.unlink(f"{self.names}{number}") else absent + 1
-            number += 1
 
     def _collect(self) -> None:
         returned = self._returned

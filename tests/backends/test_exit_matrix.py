@@ -34,14 +34,11 @@ CODES = {
 }
 """Exit codes of programs; 0 for those that are not named."""
 
-NAMED = ("break", "del", "sys.exit", "os._exit", *SIGNALS)
-"""Causes that meet workers whose segments have names, which outlive a process if anything does."""
-
 OTHER = {
     "exhaust": "threads",
     "raise": "spawn",
     "in-a-class": "inline",
-    "sys.exit": "named",
+    "sys.exit": "shared-memory",
     "SIGINT": "threads",
     "SIGKILL": "fresh",
     "two-iterators": "shared-memory",
@@ -75,7 +72,6 @@ def matrix() -> list[Trial]:
         # through C++, which aborts: "terminate called without an active exception".
         if (cause, backend) != ("from-a-daemon-thread", "inline")
     ]
-    trials += [Trial(cause, "named", mode) for cause in NAMED for mode in MODES]
     # Workers that do not listen. A stopped one can't see that its parent has gone, so these causes
     # leave the parent the time to end it.
     for cause in ("del", "raise", "sys.exit", "SIGINT"):
@@ -113,7 +109,7 @@ def part(trials: list[Trial]) -> list[Trial]:
 
 def _turn(trial: Trial) -> int:
     """One mode further for each cause and each backend: so each of these meets all modes."""
-    return list(CAUSES).index(trial.cause) + [*BACKENDS, "named"].index(trial.backend)
+    return list(CAUSES).index(trial.cause) + BACKENDS.index(trial.backend)
 
 
 class Outcome(NamedTuple):

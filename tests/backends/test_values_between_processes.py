@@ -305,14 +305,13 @@ def test_a_task_that_can_not_be_loaded_fails_alone_and_gives_its_slots_back(back
                 next(run)
 
 
-@pytest.mark.parametrize("backend", [Fork(), NamedFork()], ids=repr)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_what_a_dead_worker_never_read_leaves_nothing(backend: Any, stage: int) -> None:
+def test_what_a_dead_worker_never_read_leaves_nothing(stage: int) -> None:
     def die(index: Any) -> None:
         os._exit(3)
 
-    functions = [(echo, backend), (echo, backend)]
-    functions[stage] = (die, backend)
+    functions = [(echo, Fork()), (echo, Fork())]
+    functions[stage] = (die, Fork())
     pipe = stages(map(filled, range(12)), *functions, prefetch=8)
     with pipe.run() as run, pytest.raises(WorkerDied, match="exited with code 3"):
         list(run)

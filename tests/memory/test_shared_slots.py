@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,32 +139,6 @@ def test_a_limit_that_was_lowered_is_kept_to_as_slots_become_free() -> None:
 @pytest.fixture
 def names() -> str:
     return f"hl-{os.getpid()}-{os.urandom(3).hex()}-"
-
-
-def in_dev_shm(names: str) -> list[str]:
-    return [name for name in os.listdir("/dev/shm") if name.startswith(names)]
-
-
-@posix  # /dev/shm
-def test_sweep_takes_the_names_off_what_was_never_opened(names: str) -> None:
-    pair = Pair(names=names)
-    pair.pass_on(bytes(50_000))
-    kept = [pair.empty(300_000), pair.empty(600_000)]
-    pair.writer.write([memoryview(array) for array in kept])  # lost on its way
-    assert len(in_dev_shm(names)) == 2
-    pair.writer.close()
-    pair.reader.sweep()
-    assert in_dev_shm(names) == []
-
-
-@posix  # /dev/shm
-def test_the_memory_of_a_named_segment_is_there_when_it_is_made(names: str) -> None:
-    mapping, ticket, _ = segments.make(1 << 20, f"{names}0")
-    try:
-        assert Path("/dev/shm", str(ticket.name)).stat().st_blocks * 512 >= 1 << 20
-    finally:
-        segments.unlink(str(ticket.name))
-    assert mapping.size >= 1 << 20
 
 
 @posix  # /dev/shm

@@ -42,7 +42,7 @@ class Trial(NamedTuple):
     """Name of the function in `exit_trial` that ends it."""
 
     backend: str
-    """Argument of `backend=`; ``"named"`` is shared-memory with named segments."""
+    """Argument of `backend=`."""
 
     mode: str
     """``loader``, ``persistent`` (a loader with persistent workers), ``pinned`` (one with a pinning

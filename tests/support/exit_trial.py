@@ -25,7 +25,7 @@ import numpy as np
 from support.exit_supervisor import KILL_AFTER, LOADERS, SIGNALS, Trial, next_trial
 
 ENDLESS = 10**9
-PROCESSES = ("fork", "spawn", "fresh", "shared-memory", "named")
+PROCESSES = ("fork", "spawn", "fresh", "shared-memory")
 
 trial: Trial
 folder: Path
@@ -84,10 +84,6 @@ def backend_of(name: str) -> Any:
 
     if name == "fresh":  # each by itself, and not forked from one
         return Spawn(preload=False)
-    if name == "named":
-        from support.process_backends import NamedSharedMemory
-
-        return NamedSharedMemory()
     return name
 
 

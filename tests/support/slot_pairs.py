@@ -33,7 +33,7 @@ def writer_and_reader(
     """Return both sides of one worker's slots, which have names where this platform needs them."""
     if names is None and not nameless_slots():
         names = f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
-    return SlotWriter(limit, names), SlotReader(hold, names, locks=locks)
+    return SlotWriter(limit, names), SlotReader(hold, locks=locks)
 
 
 class Pair:
