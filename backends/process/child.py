@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Queue, SimpleQueue
 from typing import Any, NamedTuple, NoReturn
 
 from hybridloader._support import system
@@ -186,9 +186,7 @@ class _WorkerConnection:
         self._arrived: SimpleQueue[Frame | BaseException | None] | None = None
         self._one_way = True
         self._complained = False  # the parent knows that tasks are copied, as too many are kept
-        self._outgoing: SimpleQueue[Any] = SimpleQueue()
-        self._unwritten = 0
-        self._counting = threading.Lock()
+        self._outgoing: Queue[tuple[list[Any], Sequence[int]]] = Queue()
         self._writer: threading.Thread | None = None
 
     def read_ahead(self, wake: Callable[[], None] | None = None) -> Callable[[], None]:
@@ -255,36 +253,32 @@ class _WorkerConnection:
 
     def finish(self) -> None:
         """Wait until everything is written."""
-        if self._writer is not None:
-            self._outgoing.put(None)
-            self._writer.join()
+        self._outgoing.join()
 
     def _write(self, parts: list[Any], fds: Sequence[int]) -> None:
         size = len(parts[0]) if len(parts) == 1 else sum(memoryview(p).nbytes for p in parts)
-        if self._unwritten == 0 and size < _LARGE:  # only this thread adds to the unwritten frames
+        if not self._outgoing.unfinished_tasks and size < _LARGE:  # only this thread adds to them
             self._put(parts, fds)
             return
-        with self._counting:
-            self._unwritten += 1
         if self._writer is None:
             self._writer = threading.Thread(target=self._write_queued, daemon=True)
             self._writer.start()
         self._outgoing.put((parts, fds))
 
     def _write_queued(self) -> None:
-        while (item := self._outgoing.get()) is not None:
+        while True:
+            item = self._outgoing.get()
             try:
                 self._put(*item)
             except EOFError:
-                return  # the worker's next read or direct write raises it
+                pass  # the worker's next read or direct write raises it
             except BaseException as error:
                 if self.postmortem is not None:
                     self.postmortem.ended_by(error)
                 show(error)  # a result is lost, and the parent would wait for it forever
                 os._exit(1)
             del item
-            with self._counting:
-                self._unwritten -= 1
+            self._outgoing.task_done()
 
     def _put(self, parts: list[Any], fds: Sequence[int]) -> None:
         self._endpoint.send(parts, fds)
