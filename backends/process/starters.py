@@ -29,7 +29,7 @@ from hybridloader.backends.process.first_step import FirstStep
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.postmortem import PostmortemRecord
 from hybridloader.backends.process.transports import PipeTransport, SocketTransport
-from hybridloader.engine.contract import GRACE, WorkerHandle, before_each
+from hybridloader.engine.contract import GRACE, SLICE, WorkerHandle, before_each
 from hybridloader.engine.dataset_state import Change
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.memory.shared_slots import OwnDescriptor, ours
@@ -216,8 +216,8 @@ def duplicates(fds: Sequence[int]) -> list[int]:
 UNKNOWN = 255
 """Exit code of a process whose exit code is unknown, as in asyncio and the fork server."""
 
-_LOOK = 1e-2
-"""Most seconds between two checks of a process whose files are all closed.
+_LOOK = 1e-3
+"""Seconds between two checks of a process whose files are all closed.
 
 Such a process is about to end, unless the user's code has closed all files, also those of this package,
 and runs on. So no thread blocks in `waitpid`.
@@ -333,19 +333,19 @@ class ProcessHandle(WorkerHandle):
 
     def join(self, timeout: float | None = None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
+        while self.is_alive():
+            left = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
+            if left <= 0:
+                return
+            self._await_end(left)
+
+    def _await_end(self, seconds: float) -> None:
+        """Wait until its end may be seen; in slices, because another thread may see it first."""
         pidfd = self.pidfd
-        if self._ended:
-            return
         if pidfd is not None:
-            multiprocessing.connection.wait([pidfd.fileno()], timeout)
-            self.is_alive()  # reaps the process
-        elif multiprocessing.connection.wait([self._process.sentinel], timeout):
-            pause = _LOOK / 100
-            while self.is_alive():
-                if deadline is not None and time.monotonic() >= deadline:
-                    return
-                time.sleep(pause)
-                pause = min(2 * pause, _LOOK)
+            multiprocessing.connection.wait([pidfd.fileno()], seconds)
+        elif multiprocessing.connection.wait([self.sentinel], seconds):
+            time.sleep(min(seconds, _LOOK))
 
     def disown(self) -> None:
         """Take it off multiprocessing's list of children, which it ends when this process exits."""
@@ -395,7 +395,7 @@ class ProcessHandle(WorkerHandle):
             if getattr(self._process, "_start_method", None) == "forkserver":
                 multiprocessing.connection.wait([self._process.sentinel], GRACE)
             else:
-                time.sleep(_LOOK)
+                time.sleep(10 * _LOOK)
             code = self._process.exitcode
         self._code = code
         self.disown()

@@ -527,7 +527,7 @@ class ForkedHandle(ProcessHandle):
         Not None before, because a caller may take that for its own process, as `psutil.Process` does.
         """
         while self.known_pid is None and self.is_alive():
-            self._await_status(SLICE)
+            self._await_end(SLICE)
         return self._pid
 
     @property
@@ -594,16 +594,7 @@ class ForkedHandle(ProcessHandle):
             self._zygote.kill()  # otherwise the zygote would still fork it
         super().kill()
 
-    def join(self, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.is_alive():
-            left = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
-            if left <= 0:
-                return
-            self._await_status(left)
-
-    def _await_status(self, seconds: float) -> None:
-        """Wait for news; in slices, because another thread may take in those that have come."""
+    def _await_end(self, seconds: float) -> None:
         if not self._ended:
             multiprocessing.connection.wait([self._status.fileno()], seconds)
 
