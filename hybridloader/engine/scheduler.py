@@ -30,11 +30,8 @@ from hybridloader._support.user_objects import size_of
 from hybridloader.engine.messages import (
     ByReference,
     Done,
-    Event,
     Exhausted,
     Exited,
-    Failed,
-    Ready,
     Result,
     known_bytes,
 )
@@ -293,18 +290,8 @@ class Scheduler:
             self._settle()
         return stale
 
-    def handle(self, event: Event) -> bool:
-        """Take in an event of a worker; False if it is stale and its payload to be discarded."""
-        if isinstance(event, (Done, Failed)):
-            return not self.take_in((event,))
-        if isinstance(event, Exhausted):
-            return self.end_shard(event) is not None
-        if isinstance(event, Exited):
-            self._handle_exited(event)
-            return True
-        assert isinstance(event, Ready)
-        self._move(event.worker, "ready")
-        return True
+    def ready(self, worker: int) -> None:
+        self._move(worker, "ready")
 
     def end_shard(self, event: Exhausted) -> list[int] | None:
         """Take in the end of a worker's shard; return the tasks that it had nothing for, oldest first.
@@ -383,6 +370,19 @@ class Scheduler:
     def stop(self, worker: int) -> None:
         self._move(worker, "stop")
 
+    def exited(self, event: Exited) -> None:
+        """Note that a worker has ended, as it was asked to, or for a `fault`."""
+        asked = self.workers[event.worker] is WorkerState.STOPPING
+        run = self.run if asked else run_after(self.run, "fault")
+        self._move(event.worker, "exited")
+        self.run = run
+        self._count_free()
+        if not asked and self.fault is None:
+            cause = event.cause or "exited without being asked to"
+            self.fault = Fault(event.worker, cause, tuple(self.held(event.worker)), event)
+        if self.run is RunState.CLOSING and self._all_gone():
+            self.run = run_after(self.run, "gone")
+
     def replace(self, worker: int) -> list[int]:
         """Note that another worker takes the place of a dead one; return its tasks, oldest first.
 
@@ -408,18 +408,6 @@ class Scheduler:
         return self._abandon()
 
     # -- the parts -------------------------------------------------------------------------------
-
-    def _handle_exited(self, event: Exited) -> None:
-        asked = self.workers[event.worker] is WorkerState.STOPPING
-        run = self.run if asked else run_after(self.run, "fault")
-        self._move(event.worker, "exited")
-        self.run = run
-        self._count_free()
-        if not asked and self.fault is None:
-            cause = event.cause or "exited without being asked to"
-            self.fault = Fault(event.worker, cause, tuple(self.held(event.worker)), event)
-        if self.run is RunState.CLOSING and self._all_gone():
-            self.run = run_after(self.run, "gone")
 
     def _turn(self) -> int:
         """Return the number of the result whose turn it is, past those of shards that have ended."""

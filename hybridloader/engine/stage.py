@@ -1011,7 +1011,12 @@ class Stage(Iterator[Any]):
             _discard(stale)
 
     def _hear_of(self, event: Ready | Exhausted | Exited) -> None:
-        if isinstance(event, Exited):
+        if isinstance(event, Ready):
+            self._scheduler.ready(event.worker)
+            self.table.ready(event.worker)
+            if event.shard_start is not None:
+                self._opened[event.worker] = event
+        elif isinstance(event, Exited):
             if self._closing:
                 return
             if event.cause is None:
@@ -1025,10 +1030,8 @@ class Stage(Iterator[Any]):
                         self._observer.replaced(event.worker, event.cause)
                     return
                 event = death
-        if isinstance(event, Exhausted):
-            skipped = self._scheduler.end_shard(event)
-            if skipped is None:
-                return
+            self._scheduler.exited(event)
+        elif (skipped := self._scheduler.end_shard(event)) is not None:
             self.exhausted[event.worker] = event
             self._forget(skipped)
             if not self._persistent and self.spec.workers > 0:
@@ -1036,12 +1039,6 @@ class Stage(Iterator[Any]):
                 self._crew.send(event.worker, Stop())
             if self._eager:  # other workers get its part of the window
                 self._fill()
-            return
-        self._scheduler.handle(event)
-        if isinstance(event, Ready):
-            self.table.ready(event.worker)
-            if event.shard_start is not None:
-                self._opened[event.worker] = event
 
     def _hand_out(self, result: Result) -> Any:
         """Return the value, or raise the error, of a task that is no longer in flight."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridloader.engine import ByReference, Done, Exhausted, Exited, Failed, Failure, Ready
+from hybridloader.engine import ByReference, Done, Exhausted, Exited, Failed, Failure
 from hybridloader.engine.scheduler import (
     ACTIVE,
     RUN_TABLE,
@@ -66,8 +66,8 @@ def test_illegal_calls_raise_and_leave_everything_as_it_was() -> None:
     illegal = [
         lambda: scheduler.assign(0),
         scheduler.source_ended,
-        lambda: scheduler.handle(done(0, 0)),
-        lambda: scheduler.handle(Exhausted(0, 0)),
+        lambda: scheduler.take_in([done(0, 0)]),
+        lambda: scheduler.end_shard(Exhausted(0, 0)),
     ]
     for call in illegal:
         before = snapshot(scheduler)
@@ -76,14 +76,18 @@ def test_illegal_calls_raise_and_leave_everything_as_it_was() -> None:
         assert snapshot(scheduler) == before
     scheduler.begin()
     seq, worker = assign(scheduler)
-    scheduler.handle(Ready(worker))
-    for wrong in (done(1 - worker, seq), done(worker, seq + 1), Ready(worker)):
+    scheduler.ready(worker)
+    for wrong in (
+        lambda: scheduler.take_in([done(1 - worker, seq)]),
+        lambda: scheduler.take_in([done(worker, seq + 1)]),
+        lambda: scheduler.ready(worker),
+    ):
         before = snapshot(scheduler)
         with pytest.raises(IllegalTransition):
-            scheduler.handle(wrong)
+            wrong()
         assert snapshot(scheduler) == before
     scheduler.stop(1)
-    scheduler.handle(Exited(1))
+    scheduler.exited(Exited(1))
     before = snapshot(scheduler)
     for call in (scheduler.begin, lambda: scheduler.replace(1)):
         with pytest.raises(IllegalTransition):
@@ -159,7 +163,7 @@ def test_every_sequence_number_comes_out_exactly_once(
     dispatch = data.draw(st.sampled_from(rules))
     scheduler = Scheduler(workers, window, ordered=ordered, dispatch=dispatch)
     for worker in range(workers):
-        scheduler.handle(Ready(worker))
+        scheduler.ready(worker)
     queues: list[list[int]] = [[] for _ in range(workers)]
     ended: set[int] = set()
     popped: list[int] = []
@@ -192,17 +196,14 @@ def test_every_sequence_number_comes_out_exactly_once(
         elif move in ("done", "failed"):
             worker = data.draw(st.sampled_from(busy), "worker")
             seq = queues[worker].pop(0)
-            event = done(worker, seq)
-            if move == "failed":
-                assert scheduler.handle(Failed(worker, seq, Failure(ValueError())))
-            else:
-                assert scheduler.handle(event)
+            failed = Failed(worker, seq, Failure(ValueError()))
+            assert not scheduler.take_in([failed if move == "failed" else done(worker, seq)])
         elif move == "exhausted":
             worker = data.draw(st.sampled_from(busy), "worker")
             seq = queues[worker][0]
             if scheduler.workers[worker] is WorkerState.STARTING:
-                scheduler.handle(Ready(worker))
-            assert scheduler.handle(Exhausted(worker, seq))
+                scheduler.ready(worker)
+            assert scheduler.end_shard(Exhausted(worker, seq)) is not None
             queues[worker].clear()
             ended.add(worker)
         elif move == "replace":
@@ -213,9 +214,9 @@ def test_every_sequence_number_comes_out_exactly_once(
             if worker not in ended:
                 assert scheduler.workers[worker] is WorkerState.STARTING
                 if data.draw(st.booleans(), "ready"):
-                    scheduler.handle(Ready(worker))
+                    scheduler.ready(worker)
         elif move == "late":
-            assert not scheduler.handle(done(0, stale.pop()))
+            assert scheduler.take_in([done(0, stale.pop())])
         elif move == "source_ended":
             scheduler.source_ended()
         elif move == "begin":
@@ -258,5 +259,5 @@ def test_every_sequence_number_comes_out_exactly_once(
     assert len(popped) + scheduler.skipped + scheduler.abandoned == scheduler.next_in
     for worker in range(workers):
         if scheduler.workers[worker] is not WorkerState.GONE:  # it was absent
-            scheduler.handle(Exited(worker))
+            scheduler.exited(Exited(worker))
     assert scheduler.run is RunState.CLOSED
