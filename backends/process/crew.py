@@ -471,6 +471,7 @@ class ProcessCrew(Crew):
         limit: int,  # most bytes of all slots
         check: Callable[[], object],  # raises if no worker may be restarted
     ) -> None:
+        bury()
         self._starter, self.transport, self._check = starter, starter.transport, check
         self._nameless, self._limit = nameless, limit
         # All the mutable state:

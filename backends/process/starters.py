@@ -29,7 +29,7 @@ from hybridloader.backends.process.first_step import FirstStep
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.postmortem import PostmortemRecord
 from hybridloader.backends.process.transports import PipeTransport, SocketTransport
-from hybridloader.engine.contract import GRACE, SLICE, WorkerHandle, before_each
+from hybridloader.engine.contract import GRACE, SLICE, WorkerHandle
 from hybridloader.engine.dataset_state import Change
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.memory.shared_slots import OwnDescriptor, ours
@@ -425,7 +425,6 @@ _hiding = _Hiding()
 system.at_fork(after_in_child=_forked)
 
 
-@before_each
 def bury() -> None:
     """Reap processes that were still dying when their crew was closed, lest they stay zombies."""
     for handle in list(dying):

@@ -457,22 +457,11 @@ _crews: weakref.WeakKeyDictionary[Crew, int] = weakref.WeakKeyDictionary()
 
 def ended_with(holder: Any, crew: Crew) -> weakref.finalize[[Crew, int], Any]:
     """Close `crew` when `holder` is collected, at exit, or when the result is called."""
-    for chore in _chores:
-        chore()
     owner = os.getpid()
     _crews[crew] = owner
     finalizer = weakref.finalize(holder, _close, crew, owner)
     finalizer.atexit = False  # _close_all does it, in the right order
     return finalizer
-
-
-_chores: list[Callable[[], None]] = []
-
-
-def before_each(chore: Callable[[], None]) -> Callable[[], None]:
-    """Decorate a function to be called whenever a crew is made, for work that was put off."""
-    _chores.append(chore)
-    return chore
 
 
 _runners: weakref.WeakSet[Any] = weakref.WeakSet()  # objects whose threads use crews
