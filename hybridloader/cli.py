@@ -329,7 +329,7 @@ def _run(arguments: argparse.Namespace) -> str | None:
 
             around.enter_context(Reuse())
         if arguments.watch or arguments.stats:
-            from hybridloader.observe.watching import Watch
+            from hybridloader.observe.observation import Watch
 
             around.enter_context(Watch(every=10.0 if arguments.watch else None))
         script.run(program, arguments.arguments)

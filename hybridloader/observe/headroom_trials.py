@@ -20,7 +20,7 @@ from hybridloader._support.torch_env import device_in_use
 from hybridloader._support.user_objects import attribute, close, length_of
 from hybridloader.observe.figures import CoreUse
 from hybridloader.observe.measures import CoreUsage
-from hybridloader.observe.watching import ProgramBlock, numbered
+from hybridloader.observe.tracing import ProgramBlock, numbered
 
 WARM_UP = 4  # first steps, which are not timed: workers start, kernels are compiled
 

@@ -17,9 +17,9 @@ from support.platforms import PACKAGE
 from support.recordings import recording, stage
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader.observe import Stats, watching
+from hybridloader.observe import Stats, observation
+from hybridloader.observe.observation import Watch
 from hybridloader.observe.stats import stats_of
-from hybridloader.observe.watching import Watch
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 
@@ -107,7 +107,7 @@ def test_a_line_for_each_loader_with_new_batches() -> None:
 def test_nobody_is_held_and_only_the_latest_are_shown() -> None:
     stream = io.StringIO()
     with Watch(stream) as running:
-        for number in range(watching.SHOWN + 3):
+        for number in range(observation.SHOWN + 3):
             running.see("it", ("it", number), lambda: None)  # a loader has a number, too
         assert not running.lines(), "gone before they were looked at"
         for _ in DataLoader(range(8), 2, **THREADS):  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_nobody_is_held_and_only_the_latest_are_shown() -> None:
 def test_a_loader_that_is_used_again_stays() -> None:
     """Each epoch has a validation loader of its own."""
     with Watch(Lines()) as running:
-        for epoch in range(2 * watching.SHOWN):
+        for epoch in range(2 * observation.SHOWN):
             running.see("train", 0, lambda: stats_of(recording(stage())))
             running.see("validation", 1 + epoch, lambda: None)
             (line,) = running.lines()
