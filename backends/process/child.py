@@ -27,15 +27,7 @@ from hybridloader._support.user_objects import Failure, show
 from hybridloader.backends.process import frames
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.postmortem import PostmortemWriter
-from hybridloader.engine.messages import (
-    Done,
-    Event,
-    Failed,
-    Message,
-    Task,
-    TaskContext,
-    WorkerSpec,
-)
+from hybridloader.engine.messages import Done, Event, Failed, Message, Task, TaskContext, WorkerSpec
 from hybridloader.engine.serving import Pickled, received
 from hybridloader.engine.worker import Worker, run, set_process_info
 from hybridloader.fetching.collate import teach_torch

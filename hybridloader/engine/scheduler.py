@@ -27,14 +27,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from hybridloader._support.user_objects import size_of
-from hybridloader.engine.messages import (
-    ByReference,
-    Done,
-    Exhausted,
-    Exited,
-    Result,
-    known_bytes,
-)
+from hybridloader.engine.messages import ByReference, Done, Exhausted, Exited, Result, known_bytes
 from hybridloader.errors import IllegalTransition
 
 # -- States of a stage's run and of its workers, and the moves between them.

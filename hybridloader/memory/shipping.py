@@ -32,12 +32,7 @@ from hybridloader._support.inheritance import (
 )
 from hybridloader._support.user_objects import repr_of, text_of
 from hybridloader.errors import DamagedMessage, WorkerPicklingError
-from hybridloader.memory.packing import (
-    Tensors,
-    check_leaf,
-    keep_small,
-    reduce_sparse,
-)
+from hybridloader.memory.packing import Tensors, check_leaf, keep_small, reduce_sparse
 from hybridloader.memory.segments import ALIGN, map_descriptor, nameless_file
 
 _local = threading.local()

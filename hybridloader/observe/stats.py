@@ -11,15 +11,7 @@ from typing import Any
 
 from hybridloader._support.store_use import StoreUse
 from hybridloader._support.text import Shown, size, time
-from hybridloader.observe.figures import (
-    LOOP,
-    REST,
-    CoreUse,
-    Faults,
-    Figures,
-    Recording,
-    StageStats,
-)
+from hybridloader.observe.figures import LOOP, REST, CoreUse, Faults, Figures, Recording, StageStats
 from hybridloader.observe.verdict import Verdict, judge
 
 LITTLE = 0.01  # load below which a stage is left out of the comparison
