@@ -10,7 +10,6 @@ import os
 import pickle
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -443,21 +442,6 @@ tenth of a second if many end at the same time on few cores. A slower process is
 crew is made or closed (`starters.bury`)."""
 
 
-_crews: weakref.WeakSet[ProcessCrew] = weakref.WeakSet()
-
-
-def _disown() -> None:
-    """Forget the parent's workers, in a fork that the user's own code made.
-
-    multiprocessing would terminate them when the fork exits, and then fail to join them.
-    """
-    for crew in list(_crews):
-        crew.disown()
-
-
-system.at_fork(after_in_child=_disown)
-
-
 class _ProcessWorker(NamedTuple):
     channel: SlotChannel
     record: PostmortemRecord | None
@@ -485,7 +469,6 @@ class ProcessCrew(Crew):
         self._warning: Callable[[], None] | None = None
         self._locks: PageLocks | None = None
         self._oom = OomWatch()
-        _crews.add(self)
 
     def page_lock(self, locks: PageLocks) -> None:
         self._locks = locks
@@ -601,12 +584,6 @@ class ProcessCrew(Crew):
             if record is not None:
                 record.close()
         self._gone.update(range(len(self._workers)))
-
-    def disown(self) -> None:
-        for handle in self._handles:
-            handle.disown()
-        self._handles.clear()
-        self._starter.disown()
 
     def _decode(self, worker: int, frame: Frame) -> Event | None:
         """Return the event of a frame; None if its data is gone with the worker.

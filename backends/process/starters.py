@@ -169,9 +169,6 @@ class Starter:
         for worker in list(self._shipments):
             self.arrived(worker)
 
-    def disown(self) -> None:
-        """Leave the process that starts workers to the parent, in a fork by the user's code."""
-
 
 class ForkStarter(Starter):
     """Starter of workers that are forks of this process."""
@@ -234,6 +231,8 @@ see the result: the child seems to be alive to it, while its number is free or b
 process. Stages of a pipeline run on several threads.
 """
 
+_started: weakref.WeakSet[ProcessHandle] = weakref.WeakSet()  # those of multiprocessing and loky
+
 dying: set[ProcessHandle] = set()
 """Killed processes that the kernel had not yet removed when their crew was closed."""
 
@@ -249,6 +248,7 @@ class ProcessHandle(WorkerHandle):
 
     def __init__(self, process: Any) -> None:  # of multiprocessing or loky, and started
         self._process = process
+        _started.add(self)
         try:
             self.pidfd = OwnDescriptor(os.pidfd_open(process.pid))
         except ProcessLookupError:  # SIGCHLD is ignored, and the process has ended
@@ -410,8 +410,13 @@ def _kill(reference: weakref.ref[Any]) -> None:
 
 
 def _forked() -> None:
-    """Forget, in a fork, the parent's dying processes."""
+    """Leave the parent's processes to the parent, in a fork by the user's code.
+
+    multiprocessing would terminate them when the fork exits, and then fail to join them.
+    """
     dying.clear()
+    for handle in list(_started):
+        handle.disown()
     _hiding.stack.close()
 
 

@@ -498,10 +498,6 @@ class ZygoteStarter(Starter):
             if zygote.record is not None:
                 zygote.record.close()
 
-    def disown(self) -> None:
-        if self._zygote is not None:
-            self._zygote.handle.disown()
-
 
 class ForkedHandle(ProcessHandle):
     """Handle of a worker that was asked for, is forked, or has ended."""
@@ -597,9 +593,6 @@ class ForkedHandle(ProcessHandle):
     def _await_end(self, seconds: float) -> None:
         if not self._ended:
             multiprocessing.connection.wait([self._status.fileno()], seconds)
-
-    def disown(self) -> None:
-        """Do nothing: the workers are the zygote's children, and that is disowned itself."""
 
     def unknown(self) -> str:
         if self._failure:
