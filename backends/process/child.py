@@ -89,9 +89,7 @@ def main(
     pipe: Any,  # argument of `endpoint_class`
     first: FirstFrame,
     parent: int,  # process id
-    # Most bytes of this worker's slots, both ways, and the prefix of their names, or None if they have
-    # no names.
-    slots: tuple[int, str | None],
+    slots: tuple[int, bool],  # most bytes of this worker's slots, both ways; True: without names
     strays: Sequence[int],  # descriptors of the parent that the fork copied
     fresh: bool,  # the process is no fork of the user's process
 ) -> None:
@@ -166,7 +164,7 @@ def _read(endpoint: Any, arrived: SimpleQueue[Any], wake: Callable[[], None] | N
 class _WorkerConnection:
     """The worker's side of its connection: messages in, events out, large buffers through slots."""
 
-    def __init__(self, worker: int, endpoint: Any, slots: tuple[int, str | None]) -> None:
+    def __init__(self, worker: int, endpoint: Any, slots: tuple[int, bool]) -> None:
         self._worker = worker
         self._endpoint = endpoint
         self._share, _ = slots

@@ -112,9 +112,7 @@ class SlotChannel:
         locks: PageLocks | None = None,  # locks the pages of results that are opened here
     ) -> None:
         self._share, self._forks = share, forks
-        # Short, because macOS allows 31 characters.
-        self._names = None if nameless else f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
-        self.slots = share, self._names  # as `child.main` takes it
+        self.slots = share, nameless  # as `child.main` takes it
         self.results = shared_slots.SlotReader(share // 2, nameless, locks)
         # All the other mutable state:
         self.refusal: str | None = None  # why a large task got no slot, until it is reported
@@ -219,8 +217,7 @@ class SlotChannel:
         if buffers or len(header) >= OWN:
             if self.tasks is None:
                 limit, self.results.limit = shared_slots.both_ways(self._share)
-                names = None if self._names is None else f"{self._names}t"
-                self.tasks = shared_slots.SlotWriter(limit, names)
+                self.tasks = shared_slots.SlotWriter(limit, self.slots[1])
             own, header, buffers, new_fds = into_slots(header, buffers, self.tasks)
             self.refusal = self.refusal or own.refusal
             own = own._replace(new=own.new + news.new, retired=own.retired + news.retired)
@@ -271,7 +268,7 @@ class SlotChannel:
         fds: list[int] = []
         for segment in segments:
             alias, kept = segment.alias, segment.kept
-            if alias in self.known or kept is None or self._names is not None:
+            if alias in self.known or kept is None:
                 continue
             if len(new) == shared_slots.MOST_NEW:
                 break

@@ -46,7 +46,7 @@ class WorkerStart(NamedTuple):
 
     worker: int
     spec: WorkerSpec
-    slots: tuple[int, str | None]  # as `child.main` takes it
+    slots: tuple[int, bool]  # as `child.main` takes it
     record: PostmortemRecord | None
     # Gets its handle before a signal is acted on. If the worker must be started another way later, it
     # gets another handle.

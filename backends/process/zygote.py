@@ -70,7 +70,7 @@ class Request(NamedTuple):
 
     worker: int
     name: str  # name of its process
-    slots: tuple[int, str | None]  # as `child.main` takes it
+    slots: tuple[int, bool]  # as `child.main` takes it
     recorded: bool | str  # as `child.FirstFrame` has it
     changes: dict[str, Any]  # fields of the specification that differ from the loaded one
 

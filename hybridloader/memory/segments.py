@@ -69,15 +69,15 @@ class Mapping:
         return memoryview(array).cast("B")
 
 
-def make(size: int, name: str | None) -> tuple[Mapping, Ticket, int | None]:
-    """Make a segment of `size` bytes, with a name or without, and map it.
+def make(size: int, *, nameless: bool) -> tuple[Mapping, Ticket, int | None]:
+    """Make a segment of `size` bytes, with a random name or without, and map it.
 
     The caller sends the descriptor with the ticket of a nameless segment, and then closes it. Raises
     `OSError` if there is no memory for the segment; nothing leaks then.
     """
-    if name is not None:
-        segment = _shared_memory(name, size)
-        return _map_named(segment), Ticket(segment.size, name), None
+    if not nameless:
+        segment = _shared_memory(None, size)
+        return _map_named(segment), Ticket(segment.size, segment.name), None
     fd = anonymous_file(size)
     try:
         return map_descriptor(fd, size), Ticket(size, None), fd
@@ -205,7 +205,7 @@ def unlink(name: str) -> bool:
     return True
 
 
-def _shared_memory(name: str, size: int) -> Any:
+def _shared_memory(name: str | None, size: int) -> Any:
     """Make a named segment, or open one (size 0)."""
     from multiprocessing import shared_memory
 
@@ -216,7 +216,7 @@ def _shared_memory(name: str, size: int) -> Any:
         # Otherwise this process's resource tracker would unlink it at exit, with a warning.
         from multiprocessing import resource_tracker
 
-        resource_tracker.unregister(f"/{name}", "shared_memory")
+        resource_tracker.unregister(f"/{segment.name}", "shared_memory")
     return segment
 
 

@@ -71,13 +71,12 @@ class SlotMap(NamedTuple):
 class SlotWriter:
     """Slots that this process fills and that the reader maps.
 
-    `limit` is the maximum of their bytes in total. `names` is the prefix of the names of named segments,
-    before their numbers; None: they have no names.
+    `limit` is the maximum of their bytes in total.
     """
 
-    def __init__(self, limit: int, names: str | None = None) -> None:
+    def __init__(self, limit: int, nameless: bool = True) -> None:
         def make(size: int, number: int) -> Made:
-            return segments.make(size, None if names is None else f"{names}{number}")
+            return segments.make(size, nameless=nameless)
 
         self.pool = Pool(make, limit)
         self.empty, self.lower, self.close = self.pool.empty, self.pool.lower, self.pool.close

@@ -176,9 +176,8 @@ class _DiesWithItsSegments(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 1 and not self.mark.exists():
             self.mark.touch()
-            for name in os.listdir("/dev/shm"):
-                if name.startswith(f"hl-{os.getppid()}-"):
-                    os.unlink(f"/dev/shm/{name}")
+            for name in {*re.findall(r"/dev/shm/psm_\w+", Path("/proc/self/maps").read_text())}:
+                os.unlink(name)
             os._exit(3)
         return torch.full((300_000,), float(index))
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 from support import bare_platform
 from support.platforms import posix
-from support.process_backends import NamedSharedMemory
 from support.scripts import Kept, drain
 
 from hybridloader import DataLoader, Pipeline
@@ -148,7 +147,7 @@ def test_what_is_kept_to_be_sent_on_is_not_inherited_either() -> None:
             assert set(inherited()) <= before
 
 
-# -- shared memory ---------------------------------------------------------------------------------
+# -- the files of caches ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -157,23 +156,6 @@ def _any_umask() -> Iterator[None]:
     yield
     os.umask(before)
 
-
-@posix
-@linux
-@pytest.mark.usefixtures("_any_umask")
-def test_a_named_segment_is_for_this_user_alone() -> None:
-    backend = NamedSharedMemory("fork")
-    loader: Any = DataLoader(Large(), 2, num_workers=1, backend=backend, collate_fn=as_they_are)  # type: ignore[arg-type]
-    with iter(loader) as iterator:
-        while not (found := [*Path("/dev/shm").glob(f"hl-{os.getpid()}-*")]):
-            os.sched_yield()  # it loses its name when the result is read
-        modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in found}
-        assert len(list(iterator)) == 4
-    assert {*modes.values()} == {0o600}
-    assert all(re.fullmatch(r"hl-\d+-[0-9a-f]{8}-\d+", name) for name in modes)
-
-
-# -- the files of caches ---------------------------------------------------------------------------
 
 ITEMS = [np.arange(30_000), "two"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from typing import Any
 
 import numpy as np
@@ -133,24 +132,6 @@ def test_a_limit_that_was_lowered_is_kept_to_as_slots_become_free() -> None:
     assert pair.both_know_the_same
 
 
-# -- with names ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def names() -> str:
-    return f"hl-{os.getpid()}-{os.urandom(3).hex()}-"
-
-
-@posix  # /dev/shm
-def test_the_name_of_a_segment_that_somebody_else_has_is_not_taken_over(names: str) -> None:
-    name = f"{names}0"
-    mapping, _, _ = segments.make(4096, name)
-    with pytest.raises(FileExistsError):
-        segments.make(4096, name)
-    segments.unlink(name)
-    del mapping
-
-
 # -- what slots cost -------------------------------------------------------------------------------
 
 
@@ -169,10 +150,10 @@ def test_where_there_is_no_memory_for_several_slots_there_may_be_for_one(
 ) -> None:
     make = segments.make
 
-    def make_small(size: int, name: str | None) -> Any:
+    def make_small(size: int, *, nameless: bool) -> Any:
         if size > 50_000:
             raise OSError(28, "No space left on device")
-        return make(size, name)
+        return make(size, nameless=nameless)
 
     monkeypatch.setattr(segments, "make", make_small)
     pair = Pair()

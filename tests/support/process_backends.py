@@ -6,20 +6,13 @@ from dataclasses import dataclass
 from unittest import mock
 
 from hybridloader.backends.process import backend
-from hybridloader.backends.process.backend import Fork, SharedMemory
+from hybridloader.backends.process.backend import Fork
 from hybridloader.engine import Crew
 from support import once
 
 
 @dataclass(frozen=True)
 class NamedFork(Fork):
-    def open(self) -> Crew:
-        with mock.patch.object(backend, "nameless_slots", return_value=False):
-            return super().open()
-
-
-@dataclass(frozen=True)
-class NamedSharedMemory(SharedMemory):
     def open(self) -> Crew:
         with mock.patch.object(backend, "nameless_slots", return_value=False):
             return super().open()

@@ -27,20 +27,17 @@ def descriptors() -> int:
 def writer_and_reader(
     limit: int = LARGE,
     hold: int = LARGE,
-    names: str | None = None,
     locks: PageLocks | None = None,
 ) -> tuple[SlotWriter, SlotReader]:
     """Return both sides of one worker's slots, which have names where this platform needs them."""
-    if names is None and not nameless_slots():
-        names = f"hl-{os.getpid()}-{os.urandom(4).hex()}-"
-    return SlotWriter(limit, names), SlotReader(hold, locks=locks)
+    return SlotWriter(limit, nameless_slots()), SlotReader(hold, locks=locks)
 
 
 class Pair:
     """One worker's writer and the parent's reader, without the two processes."""
 
-    def __init__(self, limit: int = LARGE, hold: int = LARGE, names: str | None = None) -> None:
-        self.writer, self.reader = writer_and_reader(limit, hold, names)
+    def __init__(self, limit: int = LARGE, hold: int = LARGE) -> None:
+        self.writer, self.reader = writer_and_reader(limit, hold)
 
     def send(self, *buffers: Any) -> tuple[SlotMap, list[Any]]:
         """Write buffers as the worker does; the parent has read but not yet opened them."""
