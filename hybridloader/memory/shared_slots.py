@@ -239,7 +239,6 @@ class SlotReader:
         self.segments: dict[int, MappedSegment] = {}  # by number
         self.overflow: str | None = None  # reason why the last batch was copied
         self.forwards = False  # batches are forwarded to processes that will need descriptors
-        self.highest = -1  # highest segment number of the writer
         self.lent = 0  # bytes of the slots that open batches keep in use
         self._returned: deque[tuple[int, int]] = deque()  # slot, bytes lent; from any thread
         self._free: list[int] = []  # returned, and not yet reported to the writer
@@ -256,7 +255,6 @@ class SlotReader:
             if gone is not None:
                 gone.end()
         for number, capacity, ticket in slot_map.new:
-            self.highest = max(self.highest, number)
             self.segments[number] = MappedSegment(*self._map(ticket, fds), capacity)
 
     def _map(
