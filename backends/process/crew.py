@@ -553,10 +553,8 @@ class ProcessCrew(Crew):
         pid = handle.known_pid
         if pid is None:
             return self._starter.stack()
-        return (
-            record.stack(pid, send=handle.send_signal)
-            or f"Its stack could not be read: {record.why_none}."
-        )
+        text, why_none = record.stack(pid, handle.send_signal)
+        return text or f"Its stack could not be read: {why_none}."
 
     def leave(self) -> None:
         self.transport.hang_up()

@@ -49,6 +49,8 @@ _TEXT = 64  # offset of faulthandler's text, in bytes
 _READ = 256 * 1024
 """Most bytes of text that are read: faulthandler stops after 100 threads of 100 frames each."""
 
+_PATIENCE = 0.5  # seconds that a worker gets to write its stack
+
 _LOOK = 0.005
 _SETTLED = 0.02
 """Seconds between two checks of a growing dump, and seconds without growth after which it is
@@ -92,9 +94,6 @@ class PostmortemRecord:
     ) -> None:
         # A duplicate comes to the worker with its first frame, unless there is a path; -1 once closed.
         self.fd, self.path = fd, path
-        self.why_none = ""  # reason why the last `stack` returned no text, as a clause
-        self._clock, self._sleep = time.monotonic, time.sleep  # tests replace these four
-        self._kill, self._status = os.kill, _status_of
         ours.add(fd)
 
     @classmethod
@@ -134,39 +133,31 @@ class PostmortemRecord:
         """True once the process has opened the record."""
         return self._numbers()[_PID] != 0
 
-    def stack(
-        self,
-        pid: int,
-        patience: float = 0.5,  # seconds
-        *,
-        send: Callable[[int], None] | None = None,  # sends a signal; None: by the process number
-    ) -> str:
-        """Ask the living worker for a stack dump of its threads: `MOST` characters at most.
+    def stack(self, pid: int, send: Callable[[int], None]) -> tuple[str, str]:
+        """Ask the living worker, to which `send` sends a signal, for a stack dump of its threads.
 
-        It is "" if nothing came, for the reason in `why_none`. This interrupts one system call of the
-        worker, as signals do: Python's own are repeated, but a `sleep` or `poll` in native code may
-        return early. So it is for workers that are overdue, not for those that do well.
+        Return `MOST` characters of it at most, and the reason if there are none, as a clause. This
+        interrupts one system call of the worker, as signals do: Python's own are repeated, but a `sleep`
+        or `poll` in native code may return early. So it is for workers that are overdue, not for those
+        that do well.
         """
         try:
-            return self._stack(pid, patience, send or partial(self._kill, pid))
+            return self._stack(pid, send)
         except OSError:  # another thread has closed the crew and this record in the meantime
             if self.fd >= 0:
                 raise
-            self.why_none = "it was ended meanwhile"
-            return ""
+            return "", "it was ended meanwhile"
 
-    def _stack(self, pid: int, patience: float, send: Callable[[int], None]) -> str:
+    def _stack(self, pid: int, send: Callable[[int], None]) -> tuple[str, str]:
         numbers = self._numbers()
         signum = numbers[_SIGNAL]
         if not signum or numbers[_PID] != pid:
-            self.why_none = "it has not yet started far enough to report its stack"
-            return ""
+            return "", "it has not yet started far enough to report its stack"
         before = os.fstat(self.fd).st_size
-        status = self._status(pid)
+        status = _status_of(pid)
         state = _state(status)
-        self.why_none = "" if state == "D" else _STATES.get(state, "")  # D may end in time
-        if self.why_none:
-            return ""
+        if state in _STATES and state != "D":  # D may end in time
+            return "", _STATES[state]
         # If the signal is pending, an earlier request is still unanswered.
         if not _has(status, "ShdPnd", signum):
             try:
@@ -175,24 +166,20 @@ class PostmortemRecord:
                 else:
                     send(signum)
             except ProcessLookupError:
-                self.why_none = "it has ended"
-                return ""
+                return "", "it has ended"
             except OSError as error:
-                self.why_none = f"the signal for its stack could not be sent: {error}"
-                return ""
-        self._await_dump(pid, signum, before, patience)
+                return "", f"the signal for its stack could not be sent: {error}"
+        self._await_dump(pid, signum, before)
         text = self._text(before)
         if signum == _BY_EVENT:
             text = _main_thread_as_current(text)
         text = shortened(text, "The thread that does the tasks")
-        if not text:
-            status = self._status(pid)
-            self.why_none = _STATES.get(
-                _state(status), f"it did not answer within {patience:g} seconds"
-            )
-            if _has(status, "SigBlk", signum):
-                self.why_none = f"its main thread has blocked signal {signum}, which requests it"
-        return text
+        if text:
+            return text, ""
+        status = _status_of(pid)
+        if _has(status, "SigBlk", signum):
+            return "", f"its main thread has blocked signal {signum}, which requests it"
+        return "", _STATES.get(_state(status), f"it did not answer within {_PATIENCE:g} seconds")
 
     def crash(self) -> str:
         """Stack dump that faulthandler wrote when a signal such as SIGSEGV ended the worker.
@@ -240,22 +227,22 @@ class PostmortemRecord:
         os.lseek(self.fd, start, os.SEEK_SET)  # the worker's descriptor has an offset of its own
         return os.read(self.fd, size)
 
-    def _await_dump(self, pid: int, signum: int, before: int, patience: float) -> None:
+    def _await_dump(self, pid: int, signum: int, before: int) -> None:
         """Wait until a dump is whole, or patience is at its end.
 
         Nothing marks the end of a dump. It is taken for whole when it has not grown for a while and,
         where that can be seen, the thread is out of the handler, in which the signal is blocked: on
         a machine with more to do than cores a thread may well rest for that long in between.
         """
-        deadline = self._clock() + patience
-        size, since = before, self._clock()
-        while (now := self._clock()) < deadline:
-            self._sleep(_LOOK)
+        size, since = before, time.monotonic()
+        deadline = since + _PATIENCE
+        while (now := time.monotonic()) < deadline:
+            time.sleep(_LOOK)
             grown = os.fstat(self.fd).st_size
             if grown != size:
                 size, since = grown, now
             elif size > before and now - since >= _SETTLED:
-                if not _has(self._status(pid), "SigBlk", signum):
+                if not _has(_status_of(pid), "SigBlk", signum):
                     return
                 since = now
 

@@ -481,7 +481,7 @@ class ZygoteStarter(Starter):
         zygote = self._zygote
         if zygote is None or zygote.record is None:
             return ""
-        stack = zygote.record.stack(zygote.handle.pid or 0, send=zygote.handle.send_signal)
+        stack, _ = zygote.record.stack(zygote.handle.pid or 0, zygote.handle.send_signal)
         return stack and f"The process that will fork it has not loaded the work yet:\n{stack}"
 
     def close(self) -> None:
