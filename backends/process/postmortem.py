@@ -181,25 +181,22 @@ class PostmortemRecord:
             return "", f"its main thread has blocked signal {signum}, which requests it"
         return "", _STATES.get(_state(status), f"it did not answer within {_PATIENCE:g} seconds")
 
-    def crash(self) -> str:
-        """Stack dump that faulthandler wrote when a signal such as SIGSEGV ended the worker.
+    def end(self) -> tuple[str, str]:
+        """Return the exception that ended the worker, and its traceback; or "" and the stack of a crash.
 
-        "" if it wrote none. Only meaningful once the worker is gone, and by such a signal: a fork
-        that the worker's code has made writes here as well.
+        faulthandler wrote that stack when a signal such as SIGSEGV ended the worker. Only meaningful
+        once the worker is gone: a fork that the worker's code has made writes here as well.
         """
-        text = self._last_text()
+        if self.fd < 0:
+            return "", ""
+        text = self._text(max(_TEXT, os.fstat(self.fd).st_size - _READ))
+        _, raised, ending = text.rpartition(RAISED)
+        if raised:
+            exception, _, trace = ending.partition("\n")
+            return exception, trace[-MOST:]
         # The last one, as a fork of the worker may have crashed before.
         begin = max(text.rfind(_FATAL), text.rfind(WINDOWS_FATAL))
-        return "" if begin < 0 else shortened(text[begin:], "The thread that crashed")
-
-    def end(self) -> tuple[str, str]:
-        """Exception that ended the worker, and its traceback; or "", and the stack of a crash.
-
-        Only meaningful once the worker is gone.
-        """
-        _, raised, text = self._last_text().rpartition(RAISED)
-        exception, _, trace = text.partition("\n")
-        return (exception, trace[-MOST:]) if raised else ("", self.crash())
+        return "", "" if begin < 0 else shortened(text[begin:], "The thread that crashed")
 
     def close(self) -> None:
         """Close the parent's end; the worker continues without. Idempotent."""
@@ -212,11 +209,6 @@ class PostmortemRecord:
         if self.fd < 0:
             return (0, 0, -1, -1)
         return _NUMBERS.unpack(self._read(_NUMBERS.size, 0))
-
-    def _last_text(self) -> str:
-        if self.fd < 0:
-            return ""
-        return self._text(max(_TEXT, os.fstat(self.fd).st_size - _READ))
 
     def _text(self, start: int) -> str:
         return self._read(_READ, start).decode("utf-8", "backslashreplace")
