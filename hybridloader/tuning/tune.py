@@ -303,24 +303,22 @@ class Tuner:
                 keep=KEPT if timed else 0,
             )
             self.search.note(measured.trial)
-            if measured.error is not None and self._is_final(plan, measured.error):
-                break
+            error = measured.error
+            if error is not None:
+                if self._first_error is None:
+                    self._first_error = error
+                hopeless = isinstance(error, (Empty, WorkerTimeout)) or plan == self.subject.start
+                if hopeless and not self.search.good:
+                    break  # no other plan can do better
             if measured.kept and timed:
                 self.search.target = self._rate_of_step(measured.kept, slice_, deadline)
             self._overheads |= dict.fromkeys(backends, measured.overhead)
-            if measured.error is None:
+            if error is None:
                 self._closings |= dict.fromkeys(backends, measured.closing)
             if self._call is not None and self.search.target is not None:
                 # A trial runs the step, too, so the step alone is at least as fast. Its first calls may
                 # be slow: with torch.compile, for example, or beside the load of another program.
                 self.search.target = max(self.search.target, measured.trial.rate)
-
-    def _is_final(self, plan: Plan, error: Exception) -> bool:
-        """Keep the first error of a plan; return True if no other plan can do better."""
-        if self._first_error is None:
-            self._first_error = error
-        hopeless = isinstance(error, (Empty, WorkerTimeout)) or plan == self.subject.start
-        return hopeless and not self.search.good
 
     def _failure(self) -> Exception:
         error = self._first_error
