@@ -20,6 +20,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -193,16 +194,12 @@ def _map_named(segment: Any) -> Mapping:
     return Mapping(address, segment.size, segment)
 
 
-def unlink(name: str) -> bool:
-    """Remove the name of a segment, and return True if it existed. Does nothing on Windows."""
+def unlink(name: str) -> None:
+    """Remove the name of a segment. Does nothing on Windows."""
     shm = system.module("_posixshmem")
-    if shm is None:
-        return False
-    try:
-        shm.shm_unlink(f"/{name}")
-    except OSError:  # the name is gone, or /dev/shm is missing or read-only
-        return False
-    return True
+    if shm is not None:
+        with suppress(OSError):  # the name is gone, or /dev/shm is missing or read-only
+            shm.shm_unlink(f"/{name}")
 
 
 def _shared_memory(name: str | None, size: int) -> Any:

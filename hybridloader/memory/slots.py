@@ -92,12 +92,9 @@ class Segment:
             return []
 
     def close(self) -> None:
-        """Close the descriptor and unlink the name: no other process will map the segment any more."""
-        ticket = self.ticket
+        """Close the descriptor: no other process will map the segment any more."""
         for fd in self.hand_over():
             os.close(fd)
-        if ticket is not None and ticket.name is not None:
-            segments.unlink(ticket.name)
 
 
 def capacity_for(size: int) -> int:
