@@ -1,20 +1,24 @@
-"""Headroom: with loops, loaders and devices whose times are scripted."""
+"""Headroom of a loop with scripted times, and of a script, all of whose loaders reuse batches."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.utils.data
 from support.manual_clock import Clock
+from support.recordings import CoreUsage, CoreUse
 from torch.utils.data import IterableDataset
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline
-from hybridloader.observe.figures import CoreUse
-from hybridloader.observe.headroom_trials import Headroom, measure
-from hybridloader.observe.measures import CoreUsage
+from hybridloader.observe import Headroom
+from hybridloader.observe.headroom_trials import KEPT, KeptBatches, Reuse, measure
+
+THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 
 
 class Scripted:
@@ -85,29 +89,6 @@ def test_a_loop_that_is_quicker_with_loading_has_no_headroom() -> None:
     assert Headroom(loading=0.1, ready=0.0, steps=5, batches=2).speedup == 1.0
 
 
-@pytest.mark.parametrize("kind", ["loader", "persistent", "pipeline", "list"])
-def test_of_real_loaders(kind: str) -> None:
-    made: Any = {
-        "loader": lambda: DataLoader(range(80), 2, num_workers=2, backend="threads"),  # type: ignore[arg-type]
-        "persistent": lambda: DataLoader(
-            range(80),  # type: ignore[arg-type]
-            2,
-            num_workers=2,
-            backend="threads",
-            persistent_workers=True,
-        ),
-        "pipeline": lambda: Pipeline.from_iterable(range(80)).map(
-            abs, backend="threads", num_workers=2
-        ),
-        "list": lambda: [*range(40)],
-    }[kind]()
-    seen: list[Any] = []
-    found = hybridloader.observe.headroom(made, seen.append, steps=20)
-    assert (found.steps, found.batches, len(seen)) == (20, 4, 44)
-    if kind == "persistent":
-        made._iterator.close()
-
-
 class Lengthless(IterableDataset[int]):
     """Dataset whose class has a `__len__` that is only there to be overridden."""
 
@@ -118,13 +99,18 @@ class Lengthless(IterableDataset[int]):
         raise NotImplementedError
 
 
-def test_a_length_that_is_not_implemented_is_none() -> None:
-    assert (
-        hybridloader.observe.headroom(
-            DataLoader(Lengthless(), 2), lambda batch: batch.abs(), steps=20
-        ).steps
-        == 20
-    )
+def test_of_real_loaders() -> None:
+    data: Any = range(80)
+    kept = DataLoader(data, 2, persistent_workers=True, **THREADS)
+    loaders: list[Any] = [
+        *(DataLoader(data, 2, **THREADS), kept, DataLoader(Lengthless(), 2)),
+        *(Pipeline.from_iterable(data).map(abs, **THREADS), [*range(40)]),
+    ]
+    for made in loaders:
+        seen: list[Any] = []
+        found = hybridloader.observe.headroom(made, seen.append, steps=20)
+        assert (found.steps, found.batches, len(seen)) == (20, 4, 44)
+    kept._iterator.close()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -150,9 +136,9 @@ def test_forms(capsys: pytest.CaptureFixture[str]) -> None:
     found = Headroom(loading=0.4, ready=0.1, steps=10, batches=3)
     assert json.loads(json.dumps(found.to_dict()))["speedup"] == 4.0
     found.print()
-    told = capsys.readouterr().out
-    assert "2.5 batches/s with loading (400.0 ms a step)" in told
-    assert "at most 4.00 times as fast" in told
+    shown = capsys.readouterr().out
+    assert "2.5 batches/s with loading (400.0 ms a step)" in shown
+    assert "at most 4.00 times as fast" in shown
     assert found._repr_html_().startswith("<table>")
 
 
@@ -182,3 +168,143 @@ def test_a_step_that_raises_closes_the_iterator() -> None:
     with pytest.raises(ArithmeticError):
         measure(script, fails, 5, 2, script.clock, script.wait)
     assert script.closed
+
+
+# -- of a script: loaders return the same few batches ------------------------------------------------
+
+
+def test_epochs_that_are_left_early_count_what_the_device_has_done() -> None:
+    """A step takes 1 ms to launch and 20 ms on the device; the loop leaves each epoch by `break`."""
+    clock, done = Clock(), [0.0]
+
+    def wait() -> None:
+        clock.now = max(clock.now, done[0])
+
+    def step() -> None:
+        clock.now += 0.001
+        done[0] = max(done[0], clock.now) + 0.020
+
+    kept = KeptBatches("DataLoader", 1000, clock, wait)
+    for _ in range(3):
+        kept.begin()
+        for batch in range(60):
+            if kept.enough:
+                kept.again()
+            else:
+                clock.now += 0.030
+                if kept.keep(batch):
+                    kept.mark()
+            step()
+        wait()
+        clock.now += 5.0
+    assert kept.ready / kept.steps == pytest.approx(0.020, rel=0.1)
+
+
+def test_times_are_those_of_the_loop_with_and_without() -> None:
+    """Loading takes 3 s, a step 1 s on the host and 1 s more on the device, which works behind."""
+    clock, behind = Clock(), [0.0]
+
+    def wait() -> None:
+        clock.now += behind[0]
+        behind[0] = 0.0
+
+    def step() -> None:
+        clock.now += 1.0
+        wait()  # what the step before has left
+        behind[0] = 1.0
+
+    kept = KeptBatches("DataLoader", 20, clock, wait)
+    for _ in range(3):
+        kept.begin()
+        while not kept.enough:
+            clock.now += 3.0
+            behind[0] = 0.0
+            kept.keep("batch")
+            if kept.enough:
+                clock.now += 50.0  # of closing
+                kept.mark()
+            step()
+        while True:
+            try:
+                kept.again()
+            except StopIteration:
+                break
+            step()
+        clock.now += 500.0  # between the epochs
+    assert (kept.loads, kept.warm) == (10, 4)
+    assert kept.loading == pytest.approx(6 * 4.0)
+    assert kept.steps == 11 + 20 + 20
+    assert kept.ready == pytest.approx(kept.steps * 2.0, rel=0.02)
+    assert "at most 2.0" in str(kept)
+
+
+@pytest.mark.parametrize(("ours", "persistent"), [(True, False), (False, True)])
+def test_most_batches_are_the_same_few(ours: bool, persistent: bool) -> None:
+    asked: list[int] = []
+
+    class Counting(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 200
+
+        def __getitem__(self, index: int) -> int:
+            asked.append(index)
+            return index
+
+    data = Counting()
+    options: Any = {"persistent_workers": persistent, "num_workers": 2}
+    stream = io.StringIO()
+    with Reuse(stream) as reuse, hybridloader.install("threads"):
+        assert Reuse.running() is reuse
+        cls: Any = DataLoader if ours else torch.utils.data.DataLoader
+        loader = cls(data, 2, **{"backend": "threads"} if ours else {}, **options)
+        epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
+    assert Reuse.running() is None
+    assert [len(epoch) for epoch in epochs] == [100] * 3
+    batches = [[2 * number, 2 * number + 1] for number in range(36)]
+    assert epochs[0][:36] == batches
+    rest = [batch for epoch in (epochs[0][36:], *epochs[1:]) for batch in epoch]
+    assert {tuple(batch) for batch in rest} == {tuple(batch) for batch in batches[:KEPT]}
+    assert max(asked) < 2 * (36 + 10), "with what was read ahead"
+    line, warning = stream.getvalue().splitlines()
+    assert line.startswith("hybridloader: DataLoader: ")
+    assert "32 steps with loading, 265 on 4 batches." in line
+    assert "discard the trained weights" in warning
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+def test_loaders_that_cannot_load_as_ever() -> None:
+    stream = io.StringIO()
+    with Reuse(stream):
+        assert len(list(DataLoader(Stream()))) == 6
+        assert len(list(DataLoader(range(3), **THREADS))) == 3  # type: ignore[arg-type]
+        early = DataLoader(range(100), **THREADS)  # type: ignore[arg-type]
+        for _ in range(2):
+            for batch, _ in zip(early, range(5), strict=False):
+                assert batch < 5
+    assert stream.getvalue().splitlines() == [
+        "hybridloader: DataLoader loaded all its batches, because it has no len().",
+        "hybridloader: DataLoader 2 loaded all its batches, because no epoch had more than 3.",
+        "hybridloader: DataLoader 3 loaded all its batches, because no epoch had more than 36.",
+    ]
+
+
+def test_the_shortest_loader_that_can_and_none() -> None:
+    written = io.StringIO()
+    with Reuse(written):
+        assert [int(batch) for batch in DataLoader(range(4))] == [0, 1, 1, 0]  # type: ignore[arg-type]
+    assert "1 steps with loading, 3 on 2 batches." in written.getvalue()
+    with Reuse(written := io.StringIO()):
+        pass
+    assert "no loop took batches of a DataLoader: no headroom" in written.getvalue()
+
+
+def test_batches_go_with_their_loader() -> None:
+    with Reuse(io.StringIO()) as reuse:
+        for number in range(3):
+            data: Any = [number] * 20
+            assert {int(batch) for batch in DataLoader(data)} == {number}, "not those of another"
+    assert len(reuse.loaders) == 3

@@ -1,7 +1,6 @@
-"""Statistics of loaders: what is counted is what was done, and known bottlenecks are named.
+"""Statistics of loaders and of runs: what is counted is what was done, in all forms.
 
-The datasets note what they did themselves, by the clock that the meters read. The exact rules of
-verdicts are held by `test_verdict`: here each has one real run.
+The datasets note what they did themselves, by the clock that the meters read.
 """
 
 from __future__ import annotations
@@ -11,27 +10,21 @@ import json
 import pickle
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
-import torch
 import torch.utils.data
-from support.platforms import GIL
 
 import hybridloader
-from hybridloader import DataLoader, StatefulDataLoader
-from hybridloader.backends import threads as thread_backend
-from hybridloader.engine.meter import EVERY
-from hybridloader.observe import Stats
-from hybridloader.observe.stats import StageStats
-from hybridloader.sources import PerWorker
+from hybridloader import DataLoader, Pipeline, StatefulDataLoader
+from hybridloader.observe import StageStats, Stats, compare
 
-NAP, MOMENT = 0.004, 0.002
+MOMENT = 0.002
 BATCHES, SIZE = 12, 4
+REPORTED = 0.01
+"""Seconds of short tasks after which a worker reports its measures."""
 
 pytestmark = [
     pytest.mark.usefixtures("free_cores"),
@@ -40,7 +33,7 @@ pytestmark = [
 
 
 class Noting:
-    """Samples that take a while; each tells by the clock how long, and which thread made it."""
+    """Samples that take a while; each has its seconds by the clock, and the thread that made it."""
 
     def __len__(self) -> int:
         return BATCHES * SIZE
@@ -56,23 +49,12 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         info = torch.utils.data.get_worker_info()
-        samples = Noting()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return (samples[index] for index in range(first, len(samples), step))
-
-
-def as_it_is(samples: list[Any]) -> Any:
-    return samples
+        return (Noting()[index] for index in range(first, len(Noting()), step))
 
 
 def made(cls: Any = DataLoader, dataset: Any = None, **options: Any) -> Any:
-    return cls(
-        Noting() if dataset is None else dataset,
-        SIZE,
-        collate_fn=as_it_is,
-        observe=True,
-        **options,
-    )
+    return cls(dataset or Noting(), SIZE, collate_fn=list, observe=True, **options)
 
 
 def row_of(stats: Stats) -> StageStats:
@@ -87,11 +69,9 @@ def check(stats: Stats, batches: list[Any], workers: int, threads: int = 1) -> N
     assert row.queued == 0
     assert row.num_workers == max(1, workers)
     worked = sum(seconds for batch in batches for _, seconds, _ in batch) / threads
-    # What comes after the last measures of a worker is not told: 10 ms, and a task, which takes longer
-    # on a busy machine.
+    # What comes after the last measures of a worker is not reported.
     longest = max(sum(seconds for _, seconds, _ in batch) for batch in batches)
-    untold = row.num_workers * (EVERY + 2 * longest)
-    assert row.busy >= worked - untold, str(stats)
+    assert row.busy >= worked - row.num_workers * (REPORTED + 2 * longest), str(stats)
     spans = stats.seconds * row.num_workers
     assert row.busy + row.starved + row.blocked + row.other == pytest.approx(spans, rel=0.02)
     assert row.busy <= spans
@@ -106,19 +86,26 @@ KINDS: dict[str, dict[str, Any]] = {
     "fork": {"backend": "fork", "num_workers": 2},
     "threads in any order": {"backend": "threads", "num_workers": 2, "in_order": False},
     "fork in any order": {"backend": "fork", "num_workers": 2, "in_order": False},
+    "threads that stay": {"backend": "threads", "num_workers": 2, "persistent_workers": True},
+    "fork that stays": {"backend": "fork", "num_workers": 2, "persistent_workers": True},
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("iterable", [False, True])
-def test_what_is_counted_is_what_was_done(kind: str, iterable: bool) -> None:
+def test_what_is_counted_is_what_was_done(kind: str) -> None:
+    """Of workers that stay, in each pass anew."""
     options = KINDS[kind]
-    loader = made(dataset=Stream() if iterable else Noting(), **options)
-    batches = list(loader)
-    assert sorted(index for batch in batches for index, *_ in batch) == list(range(BATCHES * SIZE))
-    check(loader.stats(), batches, options.get("num_workers", 0))
-    first = loader.stats().stages[0].name
-    assert first == ("DataLoader" if iterable else "sampler")
+    for dataset in (Noting(), Stream()):
+        loader = made(dataset=dataset, **options)
+        for _ in range(1 + ("persistent_workers" in options)):
+            batches = list(loader)
+            indices = sorted(index for batch in batches for index, *_ in batch)
+            assert indices == list(range(BATCHES * SIZE))
+            check(loader.stats(), batches, options.get("num_workers", 0))
+        first = loader.stats().stages[0].name
+        assert first == ("DataLoader" if isinstance(dataset, Stream) else "sampler")
+        if "persistent_workers" in options:
+            loader._iterator.close()
 
 
 @pytest.mark.parametrize("backend", ["threads", "fork"])
@@ -131,26 +118,16 @@ def test_threads_of_a_worker_work_side_by_side(backend: str) -> None:
     assert (row.cpu is None) == (backend == "threads"), "of threads within a thread nobody knows"
 
 
-@pytest.mark.parametrize("backend", ["threads", "fork"])
-def test_workers_that_stay_are_measured_anew_in_each_pass(backend: str) -> None:
-    loader = made(backend=backend, num_workers=2, persistent_workers=True)
-    for _ in range(3):
-        batches = list(loader)
-        check(loader.stats(), batches, 2)
-    loader._iterator.close()
-
-
-@pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
+@pytest.mark.parametrize("backend", ["inline", "fork"])
 def test_a_pass_that_was_resumed_counts_from_there(backend: str) -> None:
     options: dict[str, Any] = {"backend": backend, "num_workers": 0 if backend == "inline" else 2}
     loader = made(StatefulDataLoader, **options)
     before = iter(loader)
     for _ in range(5):
         next(before)
-    state = loader.state_dict()
-    before.close()
     again = made(StatefulDataLoader, **options)
-    again.load_state_dict(state)
+    again.load_state_dict(loader.state_dict())
+    before.close()
     batches = list(again)
     assert len(batches) == BATCHES - 5
     check(again.stats(), batches, options["num_workers"])
@@ -158,15 +135,12 @@ def test_a_pass_that_was_resumed_counts_from_there(backend: str) -> None:
 
 def test_workers_that_share_batches_are_measured_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread counts the samples that it fetched, whichever of them answers."""
-    monkeypatch.setattr(thread_backend, "_LEAST", 0.0)
-    monkeypatch.setattr(thread_backend, "_EACH", 0.0)
+    monkeypatch.setattr("hybridloader.backends.threads._LEAST", 0.0)
+    monkeypatch.setattr("hybridloader.backends.threads._EACH", 0.0)
     loader = made(backend="threads", num_workers=3)
     batches = list(loader)
-    threads = [{thread for *_, thread in batch} for batch in batches]
-    assert any(len(each) > 1 for each in threads), "they shared"
-    assert [[index for index, *_ in batch] for batch in batches] == [
-        list(range(at, at + SIZE)) for at in range(0, BATCHES * SIZE, SIZE)
-    ]
+    assert any(len({thread for *_, thread in batch}) > 1 for batch in batches), "they shared"
+    assert [index for batch in batches for index, *_ in batch] == list(range(BATCHES * SIZE))
     check(loader.stats(), batches, 3)
     row = row_of(loader.stats())
     assert row.cpu is not None
@@ -181,165 +155,12 @@ def test_a_pass_that_is_left_counts_what_was_taken() -> None:
     stats = iterator.stats()
     assert row_of(stats).items == stats.items == 5
     assert 0 < row_of(stats).queued <= 4
-    (sampler,) = (stage for stage in stats.stages if stage.name == "sampler")
-    assert sampler.items == 5 + row_of(stats).queued
+    assert stats.stages[0].name == "sampler"
+    assert stats.stages[0].items == 5 + row_of(stats).queued
     iterator.close()
     assert row_of(loader.stats()).queued == 0
     assert loader.stats().items == 5
-
-
-# -- verdicts --------------------------------------------------------------------------------------
-
-
-class Work:
-    """Samples of which each takes a while, in one way or another."""
-
-    def __init__(self, how: str = "", length: int = 60) -> None:
-        self.how, self.length = how, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        if self.how == "sleep":
-            time.sleep(NAP)
-        elif self.how == "spin":
-            until = time.thread_time() + NAP
-            while time.thread_time() < until:
-                pass
-        elif self.how == "large":
-            return list(numpy.arange(index, index + 20_000))  # see `dear` of the pipeline's tests
-        return index
-
-
-class SlowSampler(torch.utils.data.Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        for index in range(60):
-            time.sleep(NAP)
-            yield index
-
-    def __len__(self) -> int:
-        return 60
-
-
-class OneReader(torch.utils.data.IterableDataset[int]):
-    """Samples all of which the first worker reads."""
-
-    def __iter__(self) -> Iterator[int]:
-        info: Any = torch.utils.data.get_worker_info()
-        for index in range(0 if info.id else 60):
-            time.sleep(NAP)
-            yield index
-
-
-class Kept:
-    """A large tensor, which takes no time to make."""
-
-    def __init__(self) -> None:
-        self.tensor = torch.ones(32 << 20, dtype=torch.uint8)
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> Any:
-        return self.tensor
-
-
-def sleeping_collate(samples: list[Any]) -> Any:
-    time.sleep(2 * NAP)
-    return samples
-
-
-def loaded(dataset: Any, batch_size: int | None = 1, step: float = 0.0, **options: Any) -> Stats:
-    """Statistics of the second epoch of workers that stay: the first has their start."""
-    options = {"collate_fn": as_it_is, "num_workers": 2, **options}
-    loader = DataLoader(dataset, batch_size, persistent_workers=True, observe=True, **options)
-    for _ in range(2):
-        for _ in loader:
-            if step:  # even a sleep of 0 seconds leaves the GIL, and waits for it
-                time.sleep(step)
-    stats = loader.stats()
-    loader._iterator.close()  # type: ignore[union-attr]
-    return stats
-
-
-FORK, THREADS = {"backend": "fork"}, {"backend": "threads"}
-VERDICTS: dict[str, Any] = {
-    "a dataset that waits": ((Work("sleep"),), FORK, ("stage", "waits"), "num_workers="),
-    "results that are dear to send": ((Work("large", 20),), FORK, ("stage", "transport"), "Return"),
-    "a loop that takes its time": ((Work(), 1, 2 * NAP), FORK, ("loop", None), "training step"),
-    "a slow sampler": ((Work(),), {"sampler": SlowSampler(), **THREADS}, ("source", None), ""),
-    "a worker without data": ((OneReader(), 2), FORK, ("stage", "waits"), "will not help"),
-    "tensors": ((Kept(), None), FORK, ("stage", "transport"), "tensors or arrays already"),
-    "a collation that waits": (
-        (Work(), 2),
-        {"collate_fn": sleeping_collate, "threads_per_worker": 2, **FORK},
-        ("stage", "waits"),
-        "num_workers=",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", VERDICTS)
-def test_a_known_bottleneck_is_named(name: str) -> None:
-    arguments, options, expected, advice = VERDICTS[name]
-    stats = loaded(*arguments, **options)
-    assert (stats.verdict.cause, stats.verdict.kind) == expected, str(stats)
-    assert advice in stats.verdict.advice
-    assert sum(stats.stall.by_stage.values()) == pytest.approx(stats.stall.seconds)
-
-
-def test_threads_that_compute_are_known_from_their_cpu_time() -> None:
-    for _ in range(5):
-        stats = loaded(Work("spin"), **THREADS)
-        if stats.verdict.kind != "waits":  # on a busy machine it waits for a core
-            break
-    (row,) = (stage for stage in stats.stages if stage.name == "DataLoader")
-    assert row.cpu is not None
-    assert row.cpu >= 60 * NAP * 0.8
-    if GIL:
-        assert (stats.verdict.cause, stats.verdict.kind) == ("stage", "holds-gil"), str(stats)
-    else:
-        assert stats.verdict.kind != "holds-gil"
-
-
-class Opening(Work):
-    """Samples before the first of which each worker opens a file for a long time, and then keeps it."""
-
-    def __init__(self) -> None:
-        super().__init__("sleep")
-        self.open = PerWorker(lambda: time.sleep(100 * NAP))
-
-    def __getitem__(self, index: int) -> Any:
-        self.open()
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize(("backend", "workers"), [("inline", 0), ("threads", 2), ("fork", 2)])
-def test_a_file_that_workers_open_with_their_first_sample_is_their_start(
-    backend: str, workers: int
-) -> None:
-    """Once the prefetch is full loading keeps up, yet most of the time was waited for."""
-    kept = backend == "threads"
-    loader = DataLoader(
-        Opening(),  # type: ignore[arg-type]
-        num_workers=workers,
-        backend=backend,
-        observe=True,
-        persistent_workers=kept,
-    )
-    for _ in loader:
-        time.sleep(NAP)
-    verdict = loader.stats().verdict
-    assert verdict.cause == "start", str(loader.stats())
-    assert "for their first tasks" in verdict.evidence
-    if workers:
-        assert ("Keep it open" if kept else "persistent_workers=True") in verdict.advice
-    if kept:
-        for _ in loader:
-            time.sleep(NAP)
-        assert loader.stats().verdict.cause != "start", str(loader.stats())
-        loader._iterator.close()  # type: ignore[union-attr]
+    assert loader.stats().seconds == loader.stats().seconds, "the clock has stopped"
 
 
 # -- the object ------------------------------------------------------------------------------------
@@ -349,72 +170,74 @@ def small(**others: Any) -> DataLoader:
     return DataLoader(range(8), 2, backend="threads", num_workers=1, **others)  # type: ignore[arg-type]
 
 
-def test_a_loader_that_was_not_asked_says_how_to() -> None:
+def test_who_was_not_asked_to_observe_says_how_to() -> None:
     for loader in (small(), StatefulDataLoader(range(8), 2)):  # type: ignore[arg-type]
-        with pytest.raises(RuntimeError, match="observe=True"):
-            loader.stats()
         iterator: Any = iter(loader)
-        with pytest.raises(RuntimeError, match="observe=True"):
-            iterator.stats()
+        for asked in (loader, iterator):
+            with pytest.raises(RuntimeError, match="observe=True"):
+                asked.stats()
         loader.observe = True
         with pytest.raises(RuntimeError, match="observe=True"):
             loader.stats()
         list(loader)
         assert loader.stats().items == 4
+    pipe = Pipeline.from_dataset(range(8)).map(abs, backend="threads", num_workers=1)
+    with pipe.run() as run, pytest.raises(RuntimeError, match=r"pipe\.run\(observe=True\)"):
+        run.stats()
+    with pipe.epochs(1) as epochs, pytest.raises(RuntimeError, match=r"epochs\(n, observe=True\)"):
+        next(epochs).stats()
     with pytest.raises(TypeError, match="observe"):
         small(observe="yes")
 
 
-def test_before_the_first_epoch_there_is_nothing() -> None:
-    stats = small(observe=True).stats()
-    assert stats.verdict.cause == "unknown"
-    assert "No batch has come" in str(stats)
-    assert stats.items == 0
-
-
 @pytest.mark.parametrize("persistent", [False, True])
-def test_statistics_are_of_the_latest_epoch(persistent: bool) -> None:
+def test_statistics_of_a_loader_are_of_the_latest_epoch(persistent: bool) -> None:
     loader = small(observe=True, persistent_workers=persistent)
     for _ in range(3):
         assert len(list(loader)) == 4
-        stats = loader.stats()
-        assert [stage.items for stage in stats.stages] == [4, 4, 4]
+        assert [stage.items for stage in loader.stats().stages] == [4, 4, 4]
     if persistent:
-        loader._iterator.close()
+        loader._iterator.close()  # type: ignore[union-attr]
     assert loader.stats().items == 4
 
 
-def test_they_outlive_the_iterator_and_hold_nothing() -> None:
+def test_statistics_outlive_an_iterator_that_is_left() -> None:
     loader = small(observe=True)
-    iterator: Any = iter(loader)
-    next(iterator)
-    stage = weakref.ref(iterator._stage)
-    iterator.close()
-    seconds = loader.stats().seconds
-    assert loader.stats().seconds == seconds, "the clock has stopped"
-    del iterator
-    gc.collect()
-    assert stage() is None
-    assert loader.stats().items == 1
     for _ in loader:
         break
-    gc.collect()
+    gc.collect()  # the fixture of all tests looks that nothing is left
     assert loader.stats().seconds == loader.stats().seconds
 
 
-@pytest.mark.usefixtures("_fonts_open")
+def test_statistics_of_a_run_go_on_over_epochs_and_begin_at_a_state() -> None:
+    pipe = Pipeline.from_dataset(range(100)).map(abs, backend="threads", num_workers=2)
+    with pipe.batch(10).epochs(3, observe=True) as epochs:
+        for number, run in enumerate(epochs, 1):
+            assert len(list(run)) == 10
+            assert run.stats().items == 10 * number
+    assert run.stats().seconds == run.stats().seconds, "the clock has stopped"
+    with pipe.run(observe=True) as run:
+        next(run)
+        state = run.state_dict()
+    assert run.stats().items == 1
+    with pipe.run(observe=True) as run:
+        run.load_state_dict(state)
+        assert next(run) == 1
+        assert run.stats().items == 1
+
+
 def test_all_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stats = loaded(Work("sleep"), **THREADS)
+    loader = made(backend="threads", num_workers=2)
+    list(loader)
+    stats = loader.stats()
     assert pickle.loads(pickle.dumps(stats)) == stats
-    assert json.loads(json.dumps(stats.to_dict()))["verdict"]["kind"] == "waits"
+    assert json.loads(json.dumps(stats.to_dict()))["verdict"]["cause"] == stats.verdict.cause
     stats.print()
-    assert "bottleneck is DataLoader" in capsys.readouterr().out
+    assert capsys.readouterr().out == f"{stats}\n"
     assert stats._repr_html_().startswith("<table>")
-    for name in ("a.png", "a.svg"):
-        stats.plot(tmp_path / name)
-        assert (tmp_path / name).stat().st_size > 1000
-    other = loaded(Work("sleep"), num_workers=4, **THREADS)
-    comparison = hybridloader.observe.compare(stats, other)
+    other = made(backend="threads", num_workers=4)
+    list(other)
+    comparison = hybridloader.observe.compare(stats, other.stats())
     assert comparison.speedup is not None
     assert "samples a second" in str(comparison)
     assert json.loads(json.dumps(comparison.to_dict()))["changes"]
@@ -422,7 +245,46 @@ def test_all_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     comparison.print()
     assert "DataLoader: busy a sample" in capsys.readouterr().out
     with pytest.raises(TypeError, match="results of stats"):
-        hybridloader.observe.compare(stats, 3)  # type: ignore[arg-type]
-    empty = small(observe=True).stats()
-    assert hybridloader.observe.compare(empty, stats).speedup is None
-    assert str(hybridloader.observe.compare(empty, stats))
+        compare(stats, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("_fonts_open")
+def test_plots(tmp_path: Path) -> None:
+    loader = small(observe=True)
+    list(loader)
+    for name in ("a.png", "a.svg"):
+        loader.stats().plot(tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 1000
+
+
+@pytest.fixture(scope="module")
+def _fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Draw once, as matplotlib keeps the files of fonts open."""
+    small(observe=True).stats().plot(tmp_path_factory.mktemp("fonts") / "a.png")
+
+
+def without_a_batch() -> Iterator[Stats]:
+    options: dict[str, Any] = {"backend": "threads", "num_workers": 2}
+    loader = small(observe=True)
+    yield loader.stats()
+    iterator: Any = iter(loader)
+    iterator.close()
+    yield loader.stats()
+    yield iterator.stats()
+    run = Pipeline.from_iterable(range(40)).map(abs, **options).run(observe=True)
+    yield run.stats()
+    run.close()
+    yield run.stats()
+
+
+def test_without_a_batch_all_forms_say_so() -> None:
+    for stats in without_a_batch():
+        assert stats.items == 0
+        assert stats.verdict.cause == "unknown"
+        assert "No batch has come" in stats.verdict.evidence
+        assert stats.verdict.advice
+        assert json.loads(json.dumps(stats.to_dict()))["items"] == 0
+        assert stats._repr_html_().startswith("<table>")
+        assert "0 items" in str(stats)
+        assert compare(stats, stats).speedup is None
+        assert str(compare(stats, stats))

@@ -7,8 +7,6 @@ import gc
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -393,38 +391,6 @@ def test_merging_what_is_no_trace(tmp_path: Path, text: str, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         merge(tmp_path / "bad.json", tmp_path / "bad.json", tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()
-
-
-SCRIPT = """
-from torch.utils.data import DataLoader
-
-if __name__ == "__main__":
-    for batch in DataLoader(list(range(64)), 8, num_workers=1):
-        pass
-    raise SystemExit(5)
-"""
-
-
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hybridloader", "run", *arguments]
-    rank = {**os.environ, "RANK": "3"}  # as torchrun sets it
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=100, env=rank
-    )
-
-
-def test_the_command(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    done = run(tmp_path, "--trace", "run-$RANK.json.gz", "train.py")
-    assert done.returncode == 5, done.stderr
-    trace = ReadTrace(tmp_path / "run-3.json.gz")
-    assert trace.named("next()")
-    assert trace.named("task")
-    for file, told in (("none/run.json", "can't be written"), ("run.txt", ".json")):
-        refused = run(tmp_path, "--trace", file, "train.py")
-        assert refused.returncode == 2
-        assert told in refused.stderr
-        assert len(refused.stderr.splitlines()) == 1
 
 
 # -- Chrome's form: slices that nest in seconds nest in whole nanoseconds ----------------------------

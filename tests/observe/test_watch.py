@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import subprocess
-import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.platforms import PACKAGE
-from support.recordings import recording, stage
+from support.recordings import recording, stage, stats_of
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader.observe import Stats, observation
-from hybridloader.observe.observation import Watch
-from hybridloader.observe.stats import stats_of
+from hybridloader.observe import Stats
+from hybridloader.observe.observation import SHOWN, Watch
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 
@@ -107,7 +101,7 @@ def test_a_line_for_each_loader_with_new_batches() -> None:
 def test_nobody_is_held_and_only_the_latest_are_shown() -> None:
     stream = io.StringIO()
     with Watch(stream) as running:
-        for number in range(observation.SHOWN + 3):
+        for number in range(SHOWN + 3):
             running.see("it", ("it", number), lambda: None)  # a loader has a number, too
         assert not running.lines(), "gone before they were looked at"
         for _ in DataLoader(range(8), 2, **THREADS):  # type: ignore[arg-type]
@@ -118,7 +112,7 @@ def test_nobody_is_held_and_only_the_latest_are_shown() -> None:
 def test_a_loader_that_is_used_again_stays() -> None:
     """Each epoch has a validation loader of its own."""
     with Watch(Lines()) as running:
-        for epoch in range(2 * observation.SHOWN):
+        for epoch in range(2 * SHOWN):
             running.see("train", 0, lambda: stats_of(recording(stage())))
             running.see("validation", 1 + epoch, lambda: None)
             (line,) = running.lines()
@@ -148,55 +142,9 @@ def test_a_terminal_that_is_gone_at_the_end_does_not_hide_an_error() -> None:
         pass
 
 
-def test_a_thread_writes_meanwhile() -> None:
-    stream = Lines()
-    with Watch(stream, every=0.001):
-        assert stream.came.wait(60)
-    assert not any(thread.name == "hybridloader-watch" for thread in threading.enumerate())
-
-
 def test_a_terminal_that_is_gone_ends_the_writing_alone() -> None:
     stream = Gone()
     with contextlib.suppress(BrokenPipeError), Watch(stream, every=0.001):
-        assert stream.came.wait(60)
+        assert stream.came.wait(60), "a thread writes meanwhile"
         assert list(DataLoader(range(3))) != []  # type: ignore[arg-type]
     assert stream.writes == 2, "once while it ran, and at the end"
-
-
-SCRIPT = """
-import sys
-assert "torch" not in sys.modules
-import torch
-
-if __name__ == "__main__":
-    loader = torch.utils.data.DataLoader(range(20), 2, num_workers=1)
-    for epoch in range(2):
-        for batch in loader:
-            pass
-        print("epoch", epoch)
-    print("done", file=sys.stderr)
-    sys.exit(3)
-"""
-
-
-@pytest.mark.parametrize("option", ["--watch", "--stats"])
-def test_the_command(option: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "hybridloader", "run", "--backend=threads", option, "train.py"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": PACKAGE},
-    )
-    assert (done.returncode, done.stdout) == (3, "epoch 0\nepoch 1\n")
-    first, *lines = done.stderr.splitlines()
-    assert first == "done"
-    if option == "--watch":
-        assert len(lines) == 1
-        assert lines[0].startswith("hybridloader: DataLoader: 10 batches, ")
-    else:
-        assert lines[0] == "hybridloader: DataLoader:"
-        assert lines[1].split()[:4] == ["stage", "where", "items", "busy"]
-        assert lines[-2].startswith("10 items in ")

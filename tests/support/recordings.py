@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from hybridloader.observe.figures import CoreUse, LoopRecord, Recording, Span, StageRecord, Wait
+from hybridloader.observe.measures import CoreUsage, StageMeasures
+from hybridloader.observe.stats import stats_of
+
+__all__ = ["CoreUsage", "CoreUse", "stats_of"]
 
 IDLE = CoreUse(8.0, 1.0, 0.9)
 """A machine with cores to spare."""
@@ -53,3 +60,14 @@ def recording(*stages: StageRecord, cores: CoreUse | None = IDLE, **of_loop: Any
 def slept(record: StageRecord) -> StageRecord:
     """The same stage, whose work took hardly any CPU time."""
     return replace(record, cpu=0.01 * record.busy)
+
+
+def free_cores_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record of real runs that cores were free: no verdict is then on what else this machine does."""
+    record: Callable[..., StageRecord] = StageMeasures.record
+
+    def free(*arguments: Any, **keywords: Any) -> StageRecord:
+        return replace(record(*arguments, **keywords), wait_for_core=0.0)
+
+    monkeypatch.setattr(CoreUsage, "use", lambda *_: CoreUse(8.0, 1.0, 1.0))
+    monkeypatch.setattr(StageMeasures, "record", free)
