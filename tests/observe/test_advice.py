@@ -1,4 +1,4 @@
-"""Advice is taken: each constructor that is given what it is told to try accepts it."""
+"""Advice is taken: each constructor accepts what is advised."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch.utils.data
 from support import platforms
+from support.recordings import CoroutineUse, Figures, StageRecord, advice_on, for_start, judge
 
 from hybridloader import DataLoader, Pipeline, StatefulDataLoader, get_worker_info
-from hybridloader.observe import stats as stats_module
-from hybridloader.observe.figures import CoroutineUse, Figures, StageRecord
-from hybridloader.observe.verdict import advice_on, for_start
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -102,9 +100,8 @@ MAKERS: dict[str, tuple[Any, set[str]]] = {
 def recorded(made: Any, monkeypatch: pytest.MonkeyPatch) -> Figures:
     """Figures of a short run."""
     found: list[Figures] = []
-    judge = stats_module.judge
     monkeypatch.setattr(
-        stats_module, "judge", lambda figures: found.append(figures) or judge(figures)
+        "hybridloader.observe.stats.judge", lambda figures: found.append(figures) or judge(figures)
     )
     if isinstance(made, Pipeline):
         with made.run(observe=True) as run:

@@ -121,17 +121,14 @@ def test_ranks_share_the_cores_of_a_machine(
     monkeypatch.setattr(measures_module, "affinity", lambda: set(range(bound)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     assert share(ranks, *machine(tmp_path, "0::/job\n", files)) == found
+    first = {"cpuset/job/cpuset.effective_cpus": f"{cpuset}\n"}  # of version 1
+    if cpuset is not None and quota == "max":
+        assert share(ranks, *machine(tmp_path / "1", "4:cpuset:/job\n", first)) == found
 
 
-def test_the_cpuset_of_version_1_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measures_module, "affinity", lambda: set(range(16)))
-    files = {"cpuset/job/cpuset.effective_cpus": "0-15"}
-    assert share(8, *machine(tmp_path, "4:cpuset:/job\n", files)) == 2
-
-
-@pytest.mark.parametrize(("ranks", "workers", "told"), [("8", 8, True), ("1", 64, False)])
+@pytest.mark.parametrize(("ranks", "workers", "shown"), [("8", 8, True), ("1", 64, False)])
 def test_a_step_has_a_worker_for_each_core_of_its_rank_and_the_table_tells(
-    ranks: str, workers: int, told: bool, monkeypatch: pytest.MonkeyPatch
+    ranks: str, workers: int, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr(measures_module, "affinity", lambda: set(range(64)))
@@ -141,16 +138,8 @@ def test_a_step_has_a_worker_for_each_core_of_its_rank_and_the_table_tells(
     table = str(pipe.map(str, backend="fork", num_workers=3))
     assert f"threads x {workers} " in table
     assert "fork x 3 " in table
-    assert table.count("cores of 1 of 8 ranks") == told
-
-
-def test_a_verdict_counts_the_cores_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measures_module, "affinity", lambda: set(range(64)))
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(measures_module, "text_of", lambda path: "")
-    assert CoreUsage().use().share is None
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert CoreUsage().use().share == 8
+    assert table.count("cores of 1 of 8 ranks") == shown
+    assert CoreUsage().use().share == (8 if shown else None)
 
 
 def test_no_files_limit_nothing(tmp_path: Path) -> None:

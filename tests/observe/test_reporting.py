@@ -1,14 +1,19 @@
-"""Statistics that a function is told while a loop runs."""
+"""Statistics that a function is called with while a loop runs."""
 
 from __future__ import annotations
 
+import sys
 import threading
-import warnings
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.utils.data
 from support.manual_clock import Clock
 
+import hybridloader
 from hybridloader import DataLoader, Observe, Pipeline
 from hybridloader.observe import Stats
 
@@ -50,7 +55,7 @@ def test_it_is_called_when_due_and_at_the_end(make: Any, clock: Clock) -> None:
 
 
 @BOTH
-def test_one_that_raises_is_told_of_once_and_stops_nothing(make: Any, clock: Clock) -> None:
+def test_one_that_raises_is_reported_once_and_stops_nothing(make: Any, clock: Clock) -> None:
     calls = list[int]()
 
     def fail(stats: Stats) -> None:
@@ -64,10 +69,10 @@ def test_one_that_raises_is_told_of_once_and_stops_nothing(make: Any, clock: Clo
             count += 1
         return count
 
-    with pytest.warns(UserWarning, match="on_stats raised ConnectionError: no network") as told:
+    with pytest.warns(UserWarning, match="on_stats raised ConnectionError: no network") as caught:
         assert loop() == 6
     assert len(calls) == 7
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 def test_each_epoch_begins_anew_and_ends_with_a_call(clock: Clock) -> None:
@@ -88,21 +93,6 @@ def test_each_epoch_begins_anew_and_ends_with_a_call(clock: Clock) -> None:
     assert seen[3:] == [4, 8], "once for each epoch"
 
 
-def test_nothing_is_held(clock: Clock) -> None:
-    """An iterator that is let go early ends its workers; the fixture of all tests looks."""
-    for _ in loader(Observe(print)):
-        break
-    for _ in pipeline(Observe(print)):
-        break
-
-
-def test_it_sees_what_stats_tells() -> None:
-    made = loader(Observe(lambda stats: seen.append(stats)))
-    seen = list[Stats]()
-    list(made)
-    assert seen[-1].stages == made.stats().stages
-
-
 def test_an_interrupt_in_it_is_the_users() -> None:
     def interrupt(stats: Stats) -> None:
         raise KeyboardInterrupt
@@ -112,17 +102,18 @@ def test_an_interrupt_in_it_is_the_users() -> None:
 
 
 def test_on_any_backend_and_beside_install() -> None:
-    import torch
-
-    import hybridloader
-
-    seen = list[int]()
-    policy = Observe(lambda stats: seen.append(stats.items))
-    list(loader(policy, num_workers=0, backend=None))
-    list(loader(policy, backend="fork"))
+    seen = list[Stats]()
+    policy = Observe(seen.append)
+    for others in ({"num_workers": 0, "backend": None}, {"backend": "fork"}, THREADS):
+        made = loader(policy, **others)
+        list(made)
+        assert seen[-1].stages == made.stats().stages
     with hybridloader.install("threads", observe=policy):
         list(torch.utils.data.DataLoader(range(12), 2, num_workers=1))  # type: ignore[arg-type]
-    assert seen == [6, 6, 6]
+    assert [stats.items for stats in seen] == [6] * 4
+    for made in (loader(policy), pipeline(policy)):
+        for _ in made:
+            break  # its workers end; the fixture of all tests looks
 
 
 @pytest.mark.parametrize(
@@ -144,67 +135,42 @@ def test_bad_input(make: Any, kind: type[Exception], says: str) -> None:
 
 
 class Writer:
-    """Stands for torch's SummaryWriter."""
+    """Stands for torch's SummaryWriter, and for prometheus_client's Gauge."""
 
     def __init__(self) -> None:
-        self.scalars: dict[str, float] = {}
+        self.values: dict[str, float] = {}
+        self._at = ""
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.scalars[f"{tag} {step}"] = value
+        self.values[tag] = value
 
-
-class Gauge:
-    """Stands for prometheus_client's Gauge."""
-
-    def __init__(self) -> None:
-        self.values: dict[tuple[str, ...], float] = {}
-        self._at: tuple[str, ...] = ()
-
-    def labels(self, *labels: str) -> Gauge:
-        self._at = labels
+    def labels(self, *labels: str) -> Writer:
+        self._at = " ".join(labels)
         return self
 
     def set(self, value: float) -> None:
         self.values[self._at] = value
 
 
-def recipe(title: str) -> str:
-    from pathlib import Path
-
+def run_recipe(title: str, **names: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "why-is-it-slow.md").read_text()
-    (block,) = (
-        part.split("```", 1)[0]
-        for part in page.split("```python\n")[1:]
-        if part.startswith(f"# {title}")
-    )
-    return block
-
-
-def test_the_tensorboard_recipe_runs() -> None:
-    writer = Writer()
-    names: dict[str, Any] = {"writer": writer, "Observe": Observe, "dataset": range(12)}
-    names["DataLoader"] = DataLoader
-    exec(recipe("TensorBoard"), names)
+    blocks = [part.split("```", 1)[0] for part in page.split("```python\n")[1:]]
+    (block,) = (block for block in blocks if block.startswith(f"# {title}"))
+    names |= {"Observe": Observe, "dataset": range(12), "DataLoader": DataLoader}
+    exec(block, names)
     list(names["loader"])
-    assert any(tag.startswith("loader/stall") for tag in writer.scalars)
-    assert any(tag.startswith("loader/rate") for tag in writer.scalars)
 
 
-def test_the_prometheus_recipe_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-    from types import SimpleNamespace
-
-    gauges = dict[str, Gauge]()
-
-    def gauge(name: str, text: str, labels: Any = ()) -> Gauge:
-        return gauges.setdefault(name, Gauge())
-
-    fake = SimpleNamespace(Gauge=gauge, start_http_server=lambda port: None)
-    monkeypatch.setitem(sys.modules, "prometheus_client", fake)  # type: ignore[arg-type]
-    names: dict[str, Any] = {"Observe": Observe, "dataset": range(12), "DataLoader": DataLoader}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        exec(recipe("Prometheus"), names)
-        list(names["loader"])
+def test_the_recipes_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer()
+    run_recipe("TensorBoard", writer=writer)
+    assert any(tag.startswith("loader/stall") for tag in writer.values)
+    assert any(tag.startswith("loader/rate") for tag in writer.values)
+    gauges = defaultdict[str, Writer](Writer)
+    fake: Any = SimpleNamespace(
+        Gauge=lambda name, text, labels=(): gauges[name], start_http_server=lambda port: None
+    )
+    monkeypatch.setitem(sys.modules, "prometheus_client", fake)
+    run_recipe("Prometheus")
     assert gauges["loader_stall_share"].values
-    assert ("DataLoader",) in gauges["loader_stage_load"].values
+    assert "DataLoader" in gauges["loader_stage_load"].values

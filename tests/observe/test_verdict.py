@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.recordings import IDLE, recording, slept, stage
-
-from hybridloader._support.store_use import StoreUse
-from hybridloader.observe.figures import (
+from support.recordings import (
+    IDLE,
+    LOOP,
     CoreUse,
     CoroutineUse,
     Figures,
@@ -28,15 +27,22 @@ from hybridloader.observe.figures import (
     Recording,
     Span,
     StageRecord,
+    StoreUse,
     Wait,
     between,
+    judge,
+    kind_of,
     length,
     percentile,
+    recording,
+    slept,
+    stage,
     stall_by_stage,
+    stats_of,
     within,
 )
-from hybridloader.observe.stats import LOOP, Stats, compare, stats_of
-from hybridloader.observe.verdict import judge, kind_of
+
+from hybridloader.observe import Stats, compare
 
 FULL_OF_OTHERS = CoreUse(2.0, 2.0, 0.6)
 FULL_OF_OURS = CoreUse(2.0, 2.0, 1.9)
@@ -355,20 +361,18 @@ def test_slow_first_tasks_of_workers_are_the_start(how: str) -> None:
         assert "persistent_workers" in verdict.advice
 
 
-@pytest.mark.parametrize(
-    ("firsts", "later", "waits"),
-    [
-        ((Wait(0.1, 8.0),), 4.0, (Wait(0.0, 8.0),)),
-        ((Wait(0.1, 8.0),), None, (Wait(0.0, 8.0),)),
-        ((Wait(0.1, 0.5),), 0.01, (Wait(0.0, 0.5), Wait(2.0, 8.0))),
-        ((Wait(0.1, 0.5),), 0.01, (Wait(0.0, 0.5),)),
-    ],
-    ids=["as slow as all", "the only ones", "little of the waits", "little of the time"],
-)
-def test_first_tasks_that_explain_nothing_are_not_the_start(
-    firsts: tuple[Wait, ...], later: Any, waits: tuple[Wait, ...]
-) -> None:
-    verdict = stats_of(opening(firsts, later, *waits, LATER)).verdict
+FAST = {
+    "as slow as all": ((Wait(0.1, 8.0),), 4.0, Wait(0.0, 8.0)),
+    "the only ones": ((Wait(0.1, 8.0),), None, Wait(0.0, 8.0)),
+    "little of the waits": ((Wait(0.1, 0.5),), 0.01, Wait(0.0, 0.5), Wait(2.0, 8.0)),
+    "little of the time": ((Wait(0.1, 0.5),), 0.01, Wait(0.0, 0.5)),
+}
+
+
+@pytest.mark.parametrize("how", FAST)
+def test_first_tasks_that_explain_nothing_are_not_the_start(how: str) -> None:
+    firsts, later, *waits = FAST[how]
+    verdict = stats_of(opening(firsts, later, *waits, LATER)).verdict  # type: ignore[arg-type]
     assert "for their first tasks" not in verdict.evidence
 
 
@@ -507,7 +511,7 @@ HOLDING = stage(cpu=9.0, gil_waits=(5e-3, 6e-3, 5e-3))
     ],
     ids=["so", "several cores", "GIL free", "few looks", "little", "unknown", "no looks"],
 )
-def test_a_loop_whose_step_waits_for_the_gil_is_told_so(
+def test_a_loop_whose_step_waits_for_the_gil_is_reported(
     record: StageRecord, own: float, held: bool
 ) -> None:
     verdict = stats_of(recording(record, wait=0.0, cores=CoreUse(2.0, 1.2, own))).verdict

@@ -1,4 +1,4 @@
-"""Scripted recordings of runs whose bottleneck is known."""
+"""Scripted recordings of runs whose bottleneck is known, and the parts of figures and verdicts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,29 @@ from typing import Any
 
 import pytest
 
-from hybridloader.observe.figures import CoreUse, LoopRecord, Recording, Span, StageRecord, Wait
+from hybridloader._support.store_use import StoreUse
+from hybridloader.observe.figures import (
+    CoreUse,
+    CoroutineUse,
+    Figures,
+    LoopRecord,
+    Recording,
+    Span,
+    StageRecord,
+    Wait,
+    between,
+    length,
+    percentile,
+    stall_by_stage,
+    within,
+)
 from hybridloader.observe.measures import CoreUsage, StageMeasures
-from hybridloader.observe.stats import stats_of
+from hybridloader.observe.stats import LOOP, stats_of
+from hybridloader.observe.verdict import advice_on, for_start, judge, kind_of
 
-__all__ = ["CoreUsage", "CoreUse", "stats_of"]
+__all__ = ["LOOP", "CoreUsage", "CoroutineUse", "Figures", "StoreUse", "advice_on", "between"]
+__all__ += ["for_start", "judge", "kind_of", "length", "percentile", "stall_by_stage", "stats_of"]
+__all__ += ["within"]
 
 IDLE = CoreUse(8.0, 1.0, 0.9)
 """A machine with cores to spare."""
