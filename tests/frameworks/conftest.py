@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import random
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 
@@ -31,6 +37,24 @@ def _no_monitor_thread() -> None:
         from tqdm import tqdm
 
         tqdm.monitor_interval = 0
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No hub; accelerate's state, which it keeps per process, and all generators as they were."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+    gc.collect()
 
 
 @pytest.hookimpl(tryfirst=True)  # before the selection by -m

@@ -8,7 +8,6 @@ import random
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,19 +112,11 @@ def alive() -> list[threading.Thread]:
 
 
 @pytest.fixture(autouse=True)
-def _rng() -> Iterator[None]:
-    """seed_everything sets global generators and variables of the environment."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("PL_GLOBAL_SEED", raising=False)
-        patch.delenv("PL_SEED_WORKERS", raising=False)
-        yield
-        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-            patch.setenv(name, "0")
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-    gc.collect()
+def _no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """seed_everything sets variables of the environment."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
 
 
 # -- re-creation (R2 to R4, R10) -------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 EPOCHS = 3
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    """accelerate keeps its state per process."""
-    before = torch.get_rng_state()
-    yield
-    torch.set_rng_state(before)
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 class Training:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from hybridloader import Pipeline, PipelineLoader
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
@@ -68,17 +66,6 @@ class Saved(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         (folder / "loader.json").write_text(json.dumps(self.loader.state_dict()))
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.setenv(name, "1")
-    before = torch.get_rng_state()
-    yield
-    torch.set_rng_state(before)
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 def trained(

@@ -18,7 +18,6 @@ from hybridloader import DataLoader
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
@@ -60,11 +59,11 @@ class Losses(TrainerCallback):
     """The loss of each step."""
 
     def __init__(self) -> None:
-        self.told: list[float] = []
+        self.seen: list[float] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs and "loss" in logs:
-            self.told.append(logs["loss"])
+            self.seen.append(logs["loss"])
 
 
 class HybridTrainer(Trainer):
@@ -92,17 +91,9 @@ class HybridTrainer(Trainer):
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No hub, no state of accelerate from another test, and torch's generator as it was."""
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
-        monkeypatch.setenv(name, "1")
-    before = torch.get_rng_state()
+def _kept() -> Iterator[None]:
     with keep_loaders():
         yield
-    torch.set_rng_state(before)
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    gc.collect()
 
 
 def trained(
@@ -131,24 +122,24 @@ def trained(
     if isinstance(trainer, HybridTrainer):
         trainer.options, trainer.made = options, []
     trainer.train(resume_from_checkpoint=resume)
-    return losses.told, trainer
+    return losses.seen, trainer
 
 
 @pytest.fixture(scope="module")
 def torchs_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    told, trainer = trained(tmp_path_factory.mktemp("torch"), Trainer, Rows())
+    seen, trainer = trained(tmp_path_factory.mktemp("torch"), Trainer, Rows())
     assert type(trainer.get_train_dataloader().base_dataloader) is TorchLoader
-    return told
+    return seen
 
 
 @pytest.mark.parametrize("backend", [None, "fork", "inline"])
 def test_losses_equal_those_of_torchs_loader(
     backend: str | None, tmp_path: Path, torchs_losses: list[float]
 ) -> None:
-    told, trainer = trained(tmp_path, HybridTrainer, Rows(), backend=backend)
+    seen, trainer = trained(tmp_path, HybridTrainer, Rows(), backend=backend)
     assert type(trainer.made[0].base_dataloader) is DataLoader
-    assert told == torchs_losses
-    assert len(told) == 3 * STEPS
+    assert seen == torchs_losses
+    assert len(seen) == 3 * STEPS
 
 
 def test_a_run_goes_on_from_a_checkpoint_in_the_middle_of_an_epoch_on_threads(
