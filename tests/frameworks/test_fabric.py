@@ -56,23 +56,21 @@ def set_up(loader: Any, replicas: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     return wrapped._dataloader
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
 def test_r04_class_and_options_are_kept(
-    options: dict[str, Any], replicas: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loader = DataLoader(Augmented(), BATCH, shuffle=True, num_workers=WORKERS, **options)
-    again = set_up(loader, replicas, monkeypatch)
-    assert type(again) is DataLoader
-    assert (again is loader) is (replicas == 1)
-    for name in NAMES:
-        assert getattr(again, name) is getattr(loader, name), name
-    assert again.multiprocessing_context is loader.multiprocessing_context
-    assert again.timeout == loader.timeout
-    if replicas > 1:
-        assert isinstance(again.sampler, DistributedSampler)
-    again.sampler.set_epoch(1) if replicas > 1 else None
-    assert sum(len(features) for features, _ in again) == 20 / replicas
+    for replicas in (1, 2):
+        loader = DataLoader(Augmented(), BATCH, shuffle=True, num_workers=WORKERS, **options)
+        again = set_up(loader, replicas, monkeypatch)
+        assert type(again) is DataLoader
+        assert (again is loader) is (replicas == 1)
+        for name in (*NAMES, "multiprocessing_context", "timeout"):
+            assert getattr(again, name) is getattr(loader, name), name
+        if replicas > 1:
+            assert isinstance(again.sampler, DistributedSampler)
+            again.sampler.set_epoch(1)
+        assert sum(len(features) for features, _ in again) == 20 / replicas
 
 
 def test_r10_what_was_set_in_a_hook_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,19 +100,11 @@ def run(kind: Any, data: Any, **options: Any) -> list[float]:
     return losses(loader, 2, step)
 
 
-@pytest.fixture(scope="module")
-def torchs_losses() -> list[float]:
-    return run(torch_loader, Augmented())
-
-
-@pytest.mark.parametrize("backend", LIKE_TORCHS_PROCESSES)
-def test_losses_equal_those_of_torchs_loader(
-    backend: str | None, torchs_losses: list[float]
-) -> None:
-    assert run(DataLoader, Augmented(), backend=backend) == torchs_losses
-
-
-def test_threads_give_the_same_losses_where_samples_draw_nothing() -> None:
+def test_losses_equal_those_of_torchs_loader() -> None:
+    """On threads where samples draw nothing."""
+    wanted = run(torch_loader, Augmented())
+    for backend in LIKE_TORCHS_PROCESSES:
+        assert run(DataLoader, Augmented(), backend=backend) == wanted
     data = Augmented(noise=0)
     assert run(DataLoader, data, backend="threads") == run(torch_loader, data)
 

@@ -56,12 +56,12 @@ def batches(kind: Any, dataset: Any, epochs: int = 2, **options: Any) -> list[An
     set_determinism(3)
     try:
         loader = kind(dataset, batch_size=2, shuffle=True, **options)
-        return [_told(batch) for _ in range(epochs) for batch in loader]
+        return [_shown(batch) for _ in range(epochs) for batch in loader]
     finally:
         set_determinism(None)
 
 
-def _told(batch: Any) -> Any:
+def _shown(batch: Any) -> Any:
     if not isinstance(batch, MetaTensor):
         return batch
     names = [operation["class"] for sample in batch.applied_operations for operation in sample]
@@ -75,44 +75,36 @@ def monais(dataset: Callable[[], Any], threaded: bool = False) -> list[Any]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
-@pytest.mark.parametrize("dataset", [plain, cached])
-def test_batches_are_those_of_monais_loader(dataset: Callable[[], Any], backend: Any) -> None:
-    wanted = monais(dataset)
-    got = batches(Loader, dataset(), num_workers=WORKERS, backend=backend)
-    same(got, wanted)
-    assert len(got) == 8
-    assert isinstance(got[0], list), "a MetaTensor came as something else"
-
-
-@pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
-def test_batches_from_the_buffer_thread_are_those_of_monais_loader(backend: Any) -> None:
-    wanted = monais(plain, threaded=True)
-    same(batches(ThreadLoader, plain(), num_workers=WORKERS, backend=backend), wanted)
+def test_batches_are_those_of_monais_loader(backend: Any) -> None:
+    for dataset in (plain, cached):
+        got = batches(Loader, dataset(), num_workers=WORKERS, backend=backend)
+        same(got, monais(dataset))
+        assert len(got) == 8
+        assert isinstance(got[0], list), "a MetaTensor came as something else"
+    got = batches(ThreadLoader, plain(), num_workers=WORKERS, backend=backend)
+    same(got, monais(plain, threaded=True))
 
 
 @pytest.mark.parametrize("kind", [Loader, ThreadLoader])
-@pytest.mark.parametrize("backend", [None, "inline"])
-def test_without_workers_the_constructor_sets_the_seeds(kind: Any, backend: Any) -> None:
+def test_without_workers_the_constructor_sets_the_seeds(kind: Any) -> None:
     wanted = batches(monai.data.DataLoader, plain())
-    same(batches(kind, plain(), backend=backend), wanted)
+    for backend in (None, "inline"):
+        same(batches(kind, plain(), backend=backend), wanted)
 
 
 @pytest.mark.parametrize("backend", ["fork", Threads(copy_dataset=True)], ids=["fork", "threads"])
-def test_batches_of_workers_that_stay_are_those_of_monais_loader(backend: Any) -> None:
+def test_workers_that_stay_and_a_dataset_that_is_filled(tmp_path: Path, backend: Any) -> None:
     """torch's persistent workers go on with their random states, and so do ours."""
-    options = {"num_workers": WORKERS, "persistent_workers": True}
-    wanted = batches(monai.data.DataLoader, plain(), epochs=3, **options)
-    same(batches(Loader, plain(), epochs=3, backend=backend, **options), wanted)
-    gc.collect()
 
-
-@pytest.mark.parametrize("backend", ["fork", Threads(copy_dataset=True)], ids=["fork", "threads"])
-def test_a_persistent_dataset_is_filled_and_read(tmp_path: Path, backend: Any) -> None:
-    def dataset(name: str) -> Any:
+    def filled(name: str) -> Any:
         return monai.data.PersistentDataset(IMAGES, transforms(), tmp_path / name)
 
-    wanted = batches(monai.data.DataLoader, dataset("theirs"), num_workers=WORKERS)
-    same(batches(Loader, dataset("ours"), num_workers=WORKERS, backend=backend), wanted)
+    options: dict[str, Any] = {"num_workers": WORKERS, "persistent_workers": True, "epochs": 3}
+    wanted = batches(monai.data.DataLoader, plain(), **options)
+    same(batches(Loader, plain(), backend=backend, **options), wanted)
+    gc.collect()
+    wanted = batches(monai.data.DataLoader, filled("theirs"), num_workers=WORKERS)
+    same(batches(Loader, filled("ours"), num_workers=WORKERS, backend=backend), wanted)
     assert len(list((tmp_path / "ours").iterdir())) == len(IMAGES)
 
 
@@ -143,17 +135,12 @@ def test_threads_that_share_a_dataset_share_its_random_state() -> None:
     assert len(set(drawn[-2:])) == 1
 
 
-@pytest.mark.parametrize("backend", ["threads", "fork"])
-def test_monais_own_threads_contradict_a_backend(backend: str) -> None:
-    options = {"batch_size": 2, "num_workers": WORKERS, "use_thread_workers": True}
+def test_monais_own_threads_are_no_backend_and_contradict_one() -> None:
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": WORKERS, "use_thread_workers": True}
     with pytest.raises(ValueError, match=r"contradicts multiprocessing_context='processthread'"):
-        ThreadLoader(plain(), backend=backend, **options)
-
-
-def test_monais_own_threads_are_no_backend() -> None:
-    loader = ThreadLoader(plain(), batch_size=2, num_workers=WORKERS, use_thread_workers=True)
+        ThreadLoader(plain(), backend="threads", **options)
     with pytest.raises(BackendUnavailable, match="unknown start method 'processthread'"):
-        list(loader)
+        list(ThreadLoader(plain(), **options))
 
 
 @pytest.mark.parametrize("repeats", [1, 3])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,26 +112,19 @@ def sampled(kind: Any, data: Data, **options: Any) -> list[Any]:
     return batches(kind, data, OneHop(data), batch_size=5, shuffle=True, **options)
 
 
-@pytest.mark.parametrize("backend", LIKE_TORCHS_PROCESSES)
 @pytest.mark.parametrize("filter_per_worker", [True, False])
-def test_r13_batches_of_nodes_are_those_of_pygs_loader(
-    filter_per_worker: bool, backend: str | None
-) -> None:
-    options = {"num_workers": WORKERS, "filter_per_worker": filter_per_worker}
+def test_r13_batches_of_nodes_are_those_of_pygs_loader(filter_per_worker: bool) -> None:
+    options: dict[str, Any] = {"num_workers": WORKERS, "filter_per_worker": filter_per_worker}
     wanted = sampled(NodeLoader, graph(), **options)
-    same(sampled(Nodes, graph(), backend=backend, **options), wanted)
+    for backend in LIKE_TORCHS_PROCESSES:
+        same(sampled(Nodes, graph(), backend=backend, **options), wanted)
     assert [len(batch["input_id"]) for batch in wanted] == [5, 5, 5, 5, 4] * 2
-
-
-@pytest.mark.parametrize("filter_per_worker", [True, False])
-def test_workers_that_stay_give_the_batches_of_pygs_loader(filter_per_worker: bool) -> None:
-    """PyG calls `_reset` of the iterator that it wraps."""
-    options = {
-        "num_workers": WORKERS,
-        "filter_per_worker": filter_per_worker,
-        "persistent_workers": True,
-        "epochs": 3,
-    }
+    with hybridloader.install(backend="inline"):
+        same(sampled(NodeLoader, graph(), **options), wanted)
+        iterator = iter(NodeLoader(graph(), OneHop(graph()), **options))
+        assert is_ours(iterator if filter_per_worker else iterator.iterator)
+    # PyG calls `_reset` of the iterator that it wraps.
+    options |= {"persistent_workers": True, "epochs": 3}
     wanted = sampled(NodeLoader, graph(), **options)
     gc.collect()
     same(sampled(Nodes, graph(), backend="fork", **options), wanted)
@@ -165,33 +159,13 @@ def test_large_features_come_through_slots() -> None:
         assert torch.equal(batch["x"], data.x[batch["n_id"]])
 
 
-@pytest.mark.parametrize("backend", ["fork", "inline"])
-def test_batches_of_the_neighbor_loader_are_pygs(backend: str) -> None:
-    data = graph()
-    options = {
-        "num_neighbors": [3],
-        "neighbor_sampler": OneHop(data),
-        "batch_size": 6,
-        "shuffle": True,
-        "num_workers": WORKERS,
-    }
-    wanted = batches(NeighborLoader, data, **options)
-    same(batches(Neighbors, data, backend=backend, **options), wanted)
+def dynamic() -> Any:
+    return DynamicBatchSampler(graphs(), max_num=12, mode="node", shuffle=True)
 
 
-@pytest.mark.parametrize("backend", ["fork", "inline"])
-def test_batches_of_links_are_pygs(backend: str) -> None:
-    data = graph()
-    options = {
-        "num_neighbors": [3],
-        "neighbor_sampler": OneHop(data),
-        "edge_label_index": data.edge_index,
-        "batch_size": 20,
-        "shuffle": True,
-        "num_workers": WORKERS,
-    }
-    wanted = batches(LinkNeighborLoader, data, **options)
-    same(batches(Links, data, backend=backend, **options), wanted)
+def hop(**options: Any) -> dict[str, Any]:
+    found = {"num_neighbors": [3], "neighbor_sampler": OneHop(graph()), "shuffle": True}
+    return {**found, **options}
 
 
 def graphs() -> list[Data]:
@@ -201,29 +175,34 @@ def graphs() -> list[Data]:
     ]
 
 
-@pytest.mark.parametrize("backend", [*LIKE_TORCHS_PROCESSES, "threads"])
-def test_batches_of_graphs_are_pygs(backend: str | None) -> None:
-    options = {"batch_size": 4, "shuffle": True, "num_workers": WORKERS}
-    wanted = batches(DataLoader, graphs(), **options)
-    same(batches(Graphs, graphs(), backend=backend, **options), wanted)
+ROWS: dict[str, tuple[Any, Any, Any, Callable[[], dict[str, Any]], list[str | None]]] = {
+    "neighbors": (NeighborLoader, Neighbors, graph, lambda: hop(batch_size=6), ["fork", "inline"]),
+    "links": (
+        *(LinkNeighborLoader, Links, graph),
+        lambda: hop(edge_label_index=graph().edge_index, batch_size=20),
+        ["fork", "inline"],
+    ),
+    "graphs": (
+        *(DataLoader, Graphs, graphs),
+        lambda: {"batch_size": 4, "shuffle": True},
+        [*LIKE_TORCHS_PROCESSES, "threads"],
+    ),
+    "a batch sampler of PyG": (
+        *(DataLoader, Graphs, graphs),
+        lambda: {"batch_sampler": dynamic()},
+        ["threads"],
+    ),
+    "parts": (RandomNodeLoader, Parts, graph, lambda: {"num_parts": 4, "shuffle": True}, ["fork"]),
+}
 
 
-def test_a_batch_sampler_of_pyg_is_the_loaders() -> None:
-    def sampler(data: Any) -> Any:
-        return DynamicBatchSampler(data, max_num=12, mode="node", shuffle=True)
-
-    data = graphs()
-    wanted = batches(DataLoader, data, batch_sampler=sampler(data), num_workers=WORKERS)
-    got = batches(Graphs, data, batch_sampler=sampler(data), num_workers=WORKERS, backend="threads")
-    same(got, wanted)
-
-
-def test_parts_of_a_graph_are_pygs() -> None:
-    options = {"num_parts": 4, "shuffle": True, "num_workers": WORKERS}
-    same(
-        batches(Parts, graph(), backend="fork", **options),
-        batches(RandomNodeLoader, graph(), **options),
-    )
+@pytest.mark.parametrize("name", ROWS)
+def test_batches_are_pygs(name: str) -> None:
+    theirs, ours, data, options, backends = ROWS[name]
+    wanted = batches(theirs, data(), num_workers=WORKERS, **options())
+    for backend in backends:
+        got = batches(ours, data(), num_workers=WORKERS, backend=backend, **options())
+        same(got, wanted)
 
 
 def test_the_prefetch_loader_wraps_ours() -> None:
@@ -251,15 +230,3 @@ def test_init_functions_that_pyg_sets_for_a_while_run_in_workers(
         assert len(list(loader)) == 5
     assert [path.name for path in tmp_path.iterdir()] == ["worker 0"]
     assert loader.worker_init_fn is not inside
-
-
-@pytest.mark.parametrize("filter_per_worker", [True, False])
-def test_pygs_own_class_runs_on_ours_within_install(filter_per_worker: bool) -> None:
-    options = {"num_workers": WORKERS, "filter_per_worker": filter_per_worker}
-    wanted = sampled(NodeLoader, graph(), **options)
-    with hybridloader.install(backend="inline"):
-        same(sampled(NodeLoader, graph(), **options), wanted)
-        loader = NodeLoader(graph(), OneHop(graph()), **options)
-        iterator = iter(loader)
-        inner = iterator if filter_per_worker else iterator.iterator
-        assert is_ours(inner)

@@ -115,8 +115,11 @@ class Steps:
 
 
 class Stepped(Plain):
+    def __init__(self, drawing: bool = True) -> None:
+        self.drawing = drawing
+
     def __iter__(self) -> Any:
-        return Steps(shard())
+        return Steps(shard(), self.drawing)
 
 
 class Itself(Plain):
@@ -211,6 +214,7 @@ ITERABLE: dict[str, Made] = {
     "plain": lambda: (Plain(), {"batch_size": 3}),
     "placed": lambda: (Placed(), {"batch_size": 3}),
     "stepped": lambda: (Stepped(), {"batch_size": 3}),
+    "steps": lambda: (Stepped(drawing=False), {"batch_size": 3}),
     "itself": lambda: (Itself(), {"batch_size": 3}),
     "placed, no batches": lambda: (Placed(), {"batch_size": None}),
 }
@@ -219,7 +223,7 @@ MADE = BY_INDEX | ITERABLE
 
 def values(batches: Any) -> list[Any]:
     return [
-        torch.stack(list(map(torch.as_tensor, batch))).tolist()
+        [torch.as_tensor(part).tolist() for part in batch]
         if isinstance(batch, (list, tuple))
         else torch.as_tensor(batch).tolist()
         for batch in batches
@@ -358,7 +362,7 @@ def test_with_workers_they_go_on_from_our_state(made: str, workers: int) -> None
 
 # -- datasets and samplers with a state under `DataLoader` --------------------------------------------
 
-STATEFUL = ("placed", "stepped", "a counter")
+STATEFUL = ("placed", "steps", "a counter")
 
 
 def broken_off(loader: Any, batches: int) -> tuple[list[Any], Any]:
@@ -371,7 +375,7 @@ def broken_off(loader: Any, batches: int) -> tuple[list[Any], Any]:
 
 
 @pytest.mark.parametrize("made", STATEFUL)
-@pytest.mark.parametrize("after", [1, 4])
+@pytest.mark.parametrize("after", [1, 3])
 def test_a_stateful_dataset_goes_on_as_with_torchdatas_loader(after: int, made: str) -> None:
     """Without workers the caller's own dataset goes on, with workers their copies."""
     for workers, backend in (
@@ -383,8 +387,8 @@ def test_a_stateful_dataset_goes_on_as_with_torchdatas_loader(after: int, made: 
         found = []
         for kind, options in ((Theirs, {}), (DataLoader, {"backend": backend})):
             taken, state = broken_off(loader_of(kind, made, workers, **options), after)
-            loader = loader_of(kind, made, workers, **options)
             for _ in range(2):  # the state stays the caller's own
+                loader = loader_of(kind, made, workers, **options)
                 loader.load_state_dict(state)
                 found.append((taken, values(loader)))
         assert found[0] == found[2] == found[3], (workers, backend)

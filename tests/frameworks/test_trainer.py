@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.seeded_training import WORKERS, Regression
+from support.pipeline_loaders import PLACES, SEED, kept
+from support.seeded_training import WORKERS, Augmented, Regression
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
-from hybridloader import DataLoader
+from hybridloader import DataLoader, Pipeline, PipelineLoader
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -24,6 +26,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from hybridloader.integrations.accelerate import keep_loaders
 
 BATCH = 4
+EPOCHS = 3
 STEPS = 5
 """Steps of one epoch."""
 
@@ -96,28 +99,33 @@ def _kept() -> Iterator[None]:
         yield
 
 
-def trained(
-    folder: Path, kind: type[Trainer], data: Any, resume: Any = None, stop: int = -1, **options: Any
-) -> tuple[list[float], Any]:
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        num_train_epochs=3,
-        max_steps=stop,
-        per_device_train_batch_size=BATCH,
-        dataloader_num_workers=WORKERS,
-        dataloader_pin_memory=False,
-        logging_steps=1,
-        save_strategy="steps",
-        save_steps=7,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=1,
-        learning_rate=0.1,
-        lr_scheduler_type="constant",
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    return TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "num_train_epochs": EPOCHS,
+            "per_device_train_batch_size": BATCH,
+            "dataloader_num_workers": WORKERS,
+            "dataloader_pin_memory": False,
+            "logging_steps": 1,
+            "save_strategy": "steps",
+            "save_steps": 7,
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "seed": 1,
+            "learning_rate": 0.1,
+            "lr_scheduler_type": "constant",
+            **options,
+        }
     )
+
+
+def trained(
+    folder: Path, kind: type[Trainer], data: Any, resume: Any = None, **options: Any
+) -> tuple[list[float], Any]:
     losses = Losses()
-    trainer = kind(model=Model(), args=arguments, train_dataset=data, callbacks=[losses])
+    trainer = kind(model=Model(), args=arguments(folder), train_dataset=data, callbacks=[losses])
     trainer.remove_callback(PrinterCallback)
     if isinstance(trainer, HybridTrainer):
         trainer.options, trainer.made = options, []
@@ -125,21 +133,14 @@ def trained(
     return losses.seen, trainer
 
 
-@pytest.fixture(scope="module")
-def torchs_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    seen, trainer = trained(tmp_path_factory.mktemp("torch"), Trainer, Rows())
+def test_losses_equal_those_of_torchs_loader(tmp_path: Path) -> None:
+    wanted, trainer = trained(tmp_path / "torch", Trainer, Rows())
     assert type(trainer.get_train_dataloader().base_dataloader) is TorchLoader
-    return seen
-
-
-@pytest.mark.parametrize("backend", [None, "fork", "inline"])
-def test_losses_equal_those_of_torchs_loader(
-    backend: str | None, tmp_path: Path, torchs_losses: list[float]
-) -> None:
-    seen, trainer = trained(tmp_path, HybridTrainer, Rows(), backend=backend)
-    assert type(trainer.made[0].base_dataloader) is DataLoader
-    assert seen == torchs_losses
-    assert len(seen) == 3 * STEPS
+    assert len(wanted) == EPOCHS * STEPS
+    for backend in (None, "fork", "inline"):
+        seen, trainer = trained(tmp_path / str(backend), HybridTrainer, Rows(), backend=backend)
+        assert type(trainer.made[0].base_dataloader) is DataLoader
+        assert seen == wanted
 
 
 def test_a_run_goes_on_from_a_checkpoint_in_the_middle_of_an_epoch_on_threads(
@@ -163,3 +164,82 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_middle_of_an_epoch_on_threads(
     assert begun == [(*ours, "SkipBatchSampler"), (*ours, "BatchSampler")]
     gc.collect()
     assert not [t for t in threading.enumerate() if t.name.startswith("hybridloader")]
+
+
+# -- a `PipelineLoader`, and a callback that saves its state -----------------------------------------
+
+
+def counted(place: str) -> PipelineLoader:
+    pipe = Pipeline.from_dataset(Augmented(noise=0), shuffle=True, **PLACES[place])
+    return PipelineLoader(pipe.batch(BATCH).map(as_rows), seed=SEED)
+
+
+def endless(place: str) -> PipelineLoader:
+    """Without a length: one epoch that does not end, as the Trainer counts none."""
+    pipe = Pipeline.from_dataset(Augmented(noise=0), shuffle=True).filter(kept, **PLACES[place])
+    return PipelineLoader(pipe.batch(BATCH).map(as_rows).repeat(), seed=SEED)
+
+
+def as_rows(batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"x": batch[0], "labels": batch[1]}
+
+
+class PipelineTrainer(Trainer):
+    def __init__(self, loader: PipelineLoader, **options: Any) -> None:
+        super().__init__(train_dataset=[], **options)
+        self.loader = loader
+
+    def get_train_dataloader(self) -> Any:
+        return self.loader
+
+
+class Saved(TrainerCallback):
+    """Saves the loader's state into each checkpoint."""
+
+    def __init__(self, loader: PipelineLoader) -> None:
+        self.loader = loader
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        (folder / "loader.json").write_text(json.dumps(self.loader.state_dict()))
+
+
+def shown(
+    folder: Path, loader: PipelineLoader, resume: Path | None = None, **options: Any
+) -> list[float]:
+    losses = Losses()
+    trainer = PipelineTrainer(
+        loader,
+        model=Model(),
+        args=arguments(folder, **{"ignore_data_skip": True, **options}),
+        callbacks=[Saved(loader), losses],
+    )
+    trainer.remove_callback(PrinterCallback)
+    if resume is not None:
+        loader.load_state_dict(json.loads((resume / "loader.json").read_text()))
+    with loader:
+        trainer.train(resume_from_checkpoint=resume and str(resume))
+    return losses.seen
+
+
+@pytest.mark.parametrize("step", [3, 5, 7])
+def test_a_run_resumes_after_a_checkpoint(tmp_path: Path, step: int) -> None:
+    """In the middle of an epoch, and at its last step."""
+    whole = shown(tmp_path, counted("threads"), save_steps=step)
+    assert len(whole) == 5 * EPOCHS
+    rest = shown(tmp_path, counted("fork"), tmp_path / f"checkpoint-{step}", save_steps=100)
+    assert rest == whole[step:]
+
+
+def test_a_pipeline_without_a_length_is_repeated_and_resumes_in_any_pass(tmp_path: Path) -> None:
+    whole = shown(tmp_path, endless("threads"), max_steps=11, save_steps=6)
+    assert len(whole) == 11
+    checkpoint = tmp_path / "checkpoint-6"
+    rest = shown(tmp_path, endless("inline"), checkpoint, max_steps=11, save_steps=100)
+    assert rest == whole[6:]
+
+
+def test_the_trainer_can_not_skip_batches_of_a_loader_that_is_not_torchs(tmp_path: Path) -> None:
+    shown(tmp_path, counted("inline"), save_steps=3, max_steps=3)
+    with pytest.raises(AttributeError, match="dataset"):
+        shown(tmp_path, counted("inline"), tmp_path / "checkpoint-3", ignore_data_skip=False)
