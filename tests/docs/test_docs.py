@@ -62,7 +62,7 @@ def test_the_worked_example_serves_a_loader_and_a_pipeline() -> None:
         assert list(run) == [math.sqrt(i) for i in range(20)]
 
 
-def test_a_worker_of_the_worked_example_that_dies_is_told_of_and_replaced(tmp_path: Path) -> None:
+def test_a_worker_of_the_worked_example_that_dies_is_reported_and_replaced(tmp_path: Path) -> None:
     def fetch(index: int) -> int:
         if index == 5 and not (tmp_path / "died").exists():
             (tmp_path / "died").touch()
@@ -209,25 +209,9 @@ def test_the_files_that_pages_name_are_there() -> None:
         assert not missing, page.name
 
 
-def test_the_tables_on_the_page_of_design_are_those_of_the_scheduler() -> None:
-    from hybridloader.engine.scheduler import RUN_TABLE, WORK_TABLE
-
-    page = (ROOT / "docs" / "design.md").read_text()
-    for name, table in (("run", RUN_TABLE), ("worker", WORK_TABLE)):
-        found: dict[tuple[str, str], str] = {}
-        lines = iter(page.splitlines())
-        head = next(line for line in lines if line.startswith(f"| {name} | "))
-        events = [cell.strip() for cell in head.strip("|").split("|")][1:]
-        next(lines)
-        for line in lines:
-            if not line.startswith("|"):
-                break
-            state, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-            found |= {(state, e): c for e, c in zip(events, cells, strict=True) if c}
-        assert found == {(state.value, e): to.value for (state, e), to in table.items()}
-
-
-@pytest.mark.parametrize("module", ["loader.dataloader", "testing"])
+@pytest.mark.parametrize(
+    "module", ["loader.dataloader", "testing", "compat.install", "compat.from_torch"]
+)
 def test_examples_in_docstrings_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"hybridloader.{module}"))
     assert result.attempted

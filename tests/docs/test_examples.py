@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import doctest
 import inspect
-import io
 import math
 import os
 import re
@@ -15,26 +13,19 @@ from types import FunctionType
 from typing import Any
 
 import pytest
-from support.excerpts import is_part
+from support.excerpts import BLOCK, is_part, run_blocks
+from support.photographs import CLASSES, photographs
 from support.platforms import PACKAGE
 
 import hybridloader
 from hybridloader import Pipeline
-from hybridloader.demo import PHOTOGRAPHS, prepare
 from hybridloader.pipeline import Operator
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "pipelines.md"
-BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 CROPS = 4
 """Images of each photograph; all 40 make two batches."""
-
-
-def blocks(page: Path) -> list[tuple[str, str, int]]:
-    """Return kind, text and line of every block of code."""
-    text = page.read_text()
-    return [(m[1], m[2], text.count("\n", 0, m.start()) + 1) for m in BLOCK.finditer(text)]
 
 
 @pytest.fixture
@@ -46,33 +37,16 @@ def taken_for_granted(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.classes
-def test_every_block_of_the_page_runs(
-    taken_for_granted: dict[str, Any],
-) -> None:
+def test_every_block_of_the_page_runs(taken_for_granted: dict[str, Any]) -> None:
     names = taken_for_granted
     try:
-        _run_blocks(names)
+        assert run_blocks(PAGE.read_text(), names) > 10
         assert [run.epoch for run in names["pipe"].epochs(2)] == [0, 1]
         assert sum(len(labels) for _, labels in names["pipe"]) == 10
         assert list(names["words"]) == [["one", "two"]] * 2 + [["three"]] * 2
         assert list(names["rows"]) == ["a", "b"]
     finally:
         names.clear()  # a kept iterator keeps a descriptor for each worker process, closed or not
-
-
-def _run_blocks(names: dict[str, Any]) -> None:
-    out = io.StringIO()
-    runner = doctest.DocTestRunner(verbose=False)
-    for kind, text, line in blocks(PAGE):
-        if kind == "python":
-            exec(compile(text, f"{PAGE.name}:{line}", "exec"), names)
-            continue
-        example = doctest.DocTestParser().get_doctest(text, names, PAGE.name, None, line)
-        assert example.examples
-        runner.run(example, out=out.write, clear_globs=False)
-        names.update(example.globs)
-    assert runner.failures == 0, out.getvalue()
-    assert runner.tries > 10
 
 
 def test_the_page_names_every_public_method() -> None:
@@ -82,15 +56,10 @@ def test_the_page_names_every_public_method() -> None:
     heads = "\n".join(line.split(" | ")[0] for line in text.splitlines() if line.startswith("| "))
     missing = {name for name in public if not re.search(rf"\.{name}[(`]", heads)}
     assert not missing
-
-
-def test_the_table_of_steps_names_nothing_else() -> None:
-    text = PAGE.read_text()
     table = text[text.index("| step | result") : text.index("Methods and functions that")]
     named = re.findall(r"^\| `\.(\w+)\(", table, re.MULTILINE)
     assert len(named) == len(set(named)) > 20
-    for name in named:
-        assert isinstance(getattr(Pipeline, name), FunctionType), name
+    assert all(isinstance(getattr(Pipeline, name), FunctionType) for name in named)
 
 
 LENGTHS = {
@@ -136,11 +105,11 @@ WORDS = {
 
 def test_the_lengths_in_the_table_are_right() -> None:
     cells = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines()]
-    told = {row[0].strip("`"): row[2] for row in cells if len(row) == 4 and row[0][:2] == "`."}
-    assert LENGTHS.keys() <= told.keys()
+    shown = {row[0].strip("`"): row[2] for row in cells if len(row) == 4 and row[0][:2] == "`."}
+    assert LENGTHS.keys() <= shown.keys()
     pipe = Pipeline.from_dataset(range(10))
     for method, made in LENGTHS.items():
-        assert made(pipe).length == WORDS[told[method]], method
+        assert made(pipe).length == WORDS[shown[method]], method
 
 
 def test_the_page_names_every_keyword_of_a_stage() -> None:
@@ -167,17 +136,17 @@ def windows() -> Any:
     del sys.modules["own_operator"]
 
 
-@pytest.mark.parametrize("count", [0, 3, 4, 5, 10])
 @pytest.mark.parametrize("step", [1, 3, 6])
-def test_the_example_operator_gives_windows_and_knows_how_many(
-    windows: Any, count: int, step: int
-) -> None:
-    pipe = Pipeline.from_dataset(range(count)).apply(windows(4, step))
-    wanted = [tuple(range(k, k + 4)) for k in range(0, count - 3, step)]
-    assert list(pipe) == list(pipe) == wanted
-    assert len(pipe) == len(wanted)
-    assert Pipeline.from_iterable(lambda: range(count)).apply(windows(4, step)).length is None
-    assert pipe.repeat().length == (math.inf if wanted else 0)
+def test_the_example_operator_gives_windows_and_knows_how_many(windows: Any, step: int) -> None:
+    for count in (0, 3, 4, 5, 10):
+        pipe = Pipeline.from_dataset(range(count)).apply(windows(4, step))
+        wanted = [tuple(range(k, k + 4)) for k in range(0, count - 3, step)]
+        assert list(pipe) == list(pipe) == wanted
+        assert len(pipe) == len(wanted)
+        assert Pipeline.from_iterable(lambda: range(9)).apply(windows(4, step)).length is None
+        assert pipe.repeat().length == (math.inf if wanted else 0)
+    with pytest.raises(ValueError, match="windows: size must be at least 1, not 0"):
+        windows(0)
 
 
 def test_the_example_operator_goes_on_behind_an_error(windows: Any) -> None:
@@ -196,11 +165,6 @@ def test_the_example_operator_goes_on_behind_an_error(windows: Any) -> None:
             found.append(error.args)
     assert found == [(0, 1), (2,), (1, 3), (3, 4)]
     assert list(run) == []
-
-
-def test_the_example_operator_refuses_windows_of_nothing(windows: Any) -> None:
-    with pytest.raises(ValueError, match="windows: size must be at least 1, not 0"):
-        windows(0)
 
 
 def run_example(name: str, *arguments: str) -> str:
@@ -222,13 +186,13 @@ def test_own_operator_runs_as_a_script() -> None:
 
 
 @pytest.fixture(scope="module")
-def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("cache"), crops=CROPS)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return photographs(tmp_path_factory.mktemp("photographs"), each=CROPS)
 
 
-def test_hybrid_images_runs_as_a_script(photographs: Path) -> None:
-    told = run_example("hybrid_images.py", str(photographs), "--images", "36")
-    plan, summary, stats = told.strip().split("\n\n")
+def test_hybrid_images_runs_as_a_script(folder: Path) -> None:
+    shown = run_example("hybrid_images.py", str(folder), "--images", "36")
+    plan, summary, stats = shown.strip().split("\n\n")
     assert re.search(r"^map\(Augment\) +spawn x 2 +36$", plan, re.MULTILINE)
     assert summary.startswith("36 images in ")
     rows = dict(re.findall(r"^(\S+(?: loop)?) +\w+(?: x \d)? +(\d+) ", stats, re.MULTILINE))
@@ -237,10 +201,10 @@ def test_hybrid_images_runs_as_a_script(photographs: Path) -> None:
 
 
 @pytest.mark.full
-def test_hybrid_images_takes_all_and_draws_the_picture_of_the_page(photographs: Path) -> None:
-    told = run_example("hybrid_images.py", str(photographs), "--mermaid")
-    picture, summary, _ = told.strip().split("\n\n")
-    assert f"{CROPS * len(PHOTOGRAPHS)} images in " in summary
+def test_hybrid_images_takes_all_and_draws_the_picture_of_the_page(folder: Path) -> None:
+    shown = run_example("hybrid_images.py", str(folder), "--mermaid")
+    picture, summary, _ = shown.strip().split("\n\n")
+    assert f"{CROPS * CLASSES} images in " in summary
     counts = re.compile(r"(?<=take\()\d+|(?<=list of )\d+")
     assert f"```mermaid\n{counts.sub('N', picture)}\n```" in counts.sub("N", PAGE.read_text())
 

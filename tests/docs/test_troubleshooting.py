@@ -26,7 +26,7 @@ MODULES = [*(ROOT / "hybridloader").rglob("*.py"), *(ROOT / "backends").rglob("*
 NO_LINK = {"HybridLoaderError", "LeftOut", "NotReady"}
 """Errors that ask for no action: a base class, and two that are no failures."""
 
-TOLD = [
+SHOWN = [
     *(
         line
         for block in re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -147,7 +147,7 @@ def test_a_reader_that_has_enough_ends_the_command_in_silence() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize("text", TOLD)
+@pytest.mark.parametrize("text", SHOWN)
 def test_a_message_of_the_page_is_one_of_the_code(text: str, spoken: set[tuple[str, str]]) -> None:
     shown = pairs(text)
     assert shown

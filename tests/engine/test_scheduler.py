@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -261,3 +262,19 @@ def test_every_sequence_number_comes_out_exactly_once(
         if scheduler.workers[worker] is not WorkerState.GONE:  # it was absent
             scheduler.exited(Exited(worker))
     assert scheduler.run is RunState.CLOSED
+
+
+def test_the_tables_on_the_page_of_design_are_those_of_the_scheduler() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    for name, table in (("run", RUN_TABLE), ("worker", WORK_TABLE)):
+        found: dict[tuple[str, str], str] = {}
+        lines = iter(page.splitlines())
+        head = next(line for line in lines if line.startswith(f"| {name} | "))
+        events = [cell.strip() for cell in head.strip("|").split("|")][1:]
+        next(lines)
+        for line in lines:
+            if not line.startswith("|"):
+                break
+            state, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            found |= {(state, e): c for e, c in zip(events, cells, strict=True) if c}
+        assert found == {(state.value, e): to.value for (state, e), to in table.items()}
