@@ -35,8 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _context() -> None:
     """Open once what the driver and torch keep open, so that no single test seems to have left it."""
     from support.digested_batches import KIND, SIZE, busy, digest
-
-    from hybridloader.devices.pinning import find
+    from support.fake_accelerator import find
 
     device = find(KIND)
     assert device is not None

@@ -9,12 +9,12 @@ import pytest
 import torch
 from support.device_loaders import LIMIT, loader_of, on_backends, only_cuda, queueing, run
 from support.digested_batches import BATCHES, KIND, Noise, busy, digest, wanted, with_digest
+from support.fake_accelerator import TorchAccelerator, current, find
+from support.installed_torch import device_in_use
+from support.slot_pairs import segments
 
 from hybridloader import DataLoader, Memory, Pipeline, SharedMemory, Transfer
-from hybridloader._support.torch_env import device_in_use
-from hybridloader.devices.pinning import TorchAccelerator, current, find
 from hybridloader.errors import BackendUnavailable
-from hybridloader.memory.segments import make_private
 
 DEVICES = [KIND, f"{KIND}:0", torch.device(KIND, 0)]
 
@@ -187,7 +187,7 @@ def test_pages_that_the_driver_does_not_lock_leave_no_error_behind() -> None:
     assert device is not None
     if not device.locks_pages:
         pytest.skip("the device has no call that locks given pages")
-    mapping = make_private(1 << 20, forks_share=True)
+    mapping = segments.make_private(1 << 20, forks_share=True)
     device.page_lock(mapping.address, mapping.size)
     with pytest.raises(OSError, match="does not lock 1,048,576 bytes"):
         device.page_lock(mapping.address, mapping.size)

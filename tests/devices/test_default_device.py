@@ -45,32 +45,25 @@ def _same(found: Any, expected: Any) -> bool:
     return bool(torch.equal(found.to_dense(), expected.to_dense()))
 
 
-def _as_lists(samples: list[Any]) -> list[Any]:
-    return samples
-
-
-@pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
-@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "as samples"])
-def test_batches_come_from_every_backend(backend: str, stacked: bool) -> None:
-    dataset = Views()
-    options: Any = {} if stacked else {"collate_fn": _as_lists}
-    given: Any = dataset if not stacked else dataset.rows.contiguous()
-    loader = DataLoader(given, ROWS, num_workers=1, backend=backend, **options)
-    batches = iter(loader)
+def check(given: Any, workers: int, **options: Any) -> None:
+    batches = iter(DataLoader(given, ROWS, num_workers=workers, **options))
     with torch.device("meta"):
         found = list(batches)
+    options.pop("backend", None)
     assert _same(found, list(torch.utils.data.DataLoader(given, ROWS, **options)))
 
 
-@pytest.mark.parametrize("concatenated", [False, True])
-def test_batches_come_without_workers(concatenated: bool) -> None:
+@pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
+def test_batches_come_from_every_backend(backend: str) -> None:
+    check(Views(), 1, backend=backend, collate_fn=list)
+    check(Views().rows.contiguous(), 1, backend=backend)
+
+
+def test_batches_come_without_workers() -> None:
     rows = Views().rows.contiguous()
     parts = [TensorDataset(rows[:3]), TensorDataset(rows[3:])]
-    for dataset in (rows, ConcatDataset(parts) if concatenated else TensorDataset(rows)):
-        batches = iter(DataLoader(dataset, ROWS))  # type: ignore[arg-type]
-        with torch.device("meta"):
-            found = list(batches)
-        assert _same(found, list(torch.utils.data.DataLoader(dataset, ROWS)))  # type: ignore[arg-type]
+    for dataset in (rows, TensorDataset(rows), ConcatDataset(parts)):
+        check(dataset, 0)
 
 
 def test_a_pipeline_draws_its_seed_and_pads() -> None:

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.fake_accelerator import FakeAccelerator
+from support.fake_accelerator import BUFFER_BYTES, FakeAccelerator, Mover
 from support.forking import in_a_fork
 from support.locked_slots import Private, address
 from support.pinning_datasets import Rows, first_of, reading
+from support.slot_pairs import page_locks
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader.devices.pinning import BUFFER_BYTES, Mover
-from hybridloader.memory import accelerator as page_locks
 
 
 class Apart(FakeAccelerator):
@@ -187,63 +186,36 @@ def test_a_slot_that_was_copied_with_the_host_waiting_is_used_again() -> None:
 # -- the fake refuses what torch and a driver refuse ------------------------------------------------
 
 
-def refusals() -> dict[str, tuple[Callable[[FakeAccelerator], object], type[Exception], str]]:
+def test_the_fake_refuses() -> None:
     other = FakeAccelerator("fake:1")
-    foreign = other.new_stream()
-    locked = torch.zeros(64)
-    where = locked.data_ptr()
-
-    def twice(device: FakeAccelerator, address: int, size: int) -> None:
-        device.page_lock(where, 256)
-        device.page_lock(address, size)
+    foreign, locked = other.new_stream(), torch.zeros(64)
+    where, kept = locked.data_ptr(), list[torch.Tensor]()
 
     def pinned(device: FakeAccelerator) -> None:
-        tensor = device.pin(locked)
-        device.page_lock(tensor.data_ptr(), 8)
+        kept.append(device.pin(locked))
+        device.page_lock(kept[0].data_ptr(), 8)
 
-    return {
-        "host": (
-            lambda d: d.keep_for(torch.ones(2), d.default),
-            NotImplementedError,
-            "aten::record_stream.*'CPU'",
-        ),
-        "elsewhere": (
-            lambda d: d.keep_for(other.move(torch.ones(2)), d.default),
-            NotImplementedError,
-            "aten::record_stream",
-        ),
-        "keep": (lambda d: d.keep_for(d.move(torch.ones(2)), foreign), TypeError, "no stream of"),
-        "mark": (lambda d: d.mark(foreign), TypeError, "no stream of fake:0"),
-        "no stream": (lambda d: d.mark(None), TypeError, "no stream of"),
-        "wait": (lambda d: d.hold_up(foreign, d.mark(d.default)), TypeError, "no stream of"),
-        "no mark": (lambda d: d.hold_up(d.default, None), TypeError, "no mark"),
-        "on": (lambda d: d.on(None).__enter__(), TypeError, "no stream of"),
-        "nothing": (lambda d: d.page_lock(0, 4096), OSError, "no 4096 bytes"),
-        "no bytes": (lambda d: d.page_lock(where, 0), OSError, "no 0 bytes"),
-        "twice": (lambda d: twice(d, where, 256), OSError, "locked already"),
-        "overlapping": (lambda d: twice(d, where + 128, 256), OSError, "locked already"),
-        "pinned": (pinned, OSError, "locked already"),
-    }
-
-
-@pytest.mark.parametrize("case", list(refusals()))
-def test_the_fake_refuses(case: str) -> None:
-    device = FakeAccelerator()
-    call, kind, words = refusals()[case]
-    with pytest.raises(kind, match=words) as caught:
-        call(device)
-    assert device.refused == [str(caught.value)]
-
-
-def test_where_there_is_no_record_stream_the_fake_refuses_that_too() -> None:
+    rows: list[tuple[Callable[[FakeAccelerator], object], type[Exception], str]] = [
+        (lambda d: d.keep_for(torch.ones(2), d.default), NotImplementedError, "record_stream"),
+        (lambda d: d.keep_for(d.move(torch.ones(2)), foreign), TypeError, "no stream of"),
+        (lambda d: d.mark(foreign), TypeError, "no stream of fake:0"),
+        (lambda d: d.hold_up(foreign, d.mark(d.default)), TypeError, "no stream of"),
+        (lambda d: d.hold_up(d.default, None), TypeError, "no mark"),
+        (lambda d: d.on(None).__enter__(), TypeError, "no stream of"),
+        (lambda d: d.page_lock(where, 0), OSError, "no 0 bytes"),
+        (lambda d: [d.page_lock(where, 256) for _ in range(2)], OSError, "locked already"),
+        (pinned, OSError, "locked already"),
+    ]
+    for call, kind, words in rows:
+        device = FakeAccelerator()
+        with pytest.raises(kind, match=words) as caught:
+            call(device)
+        assert device.refused == [str(caught.value)]
     device = Apart()
     with pytest.raises(NotImplementedError, match="aten::record_stream"):
         device.keep_for(device.move(torch.ones(1)), device.default)
-
-
-def test_what_may_not_be_raised_is_noted() -> None:
     device = FakeAccelerator()
-    device.page_unlock(4096)
+    device.page_unlock(4096)  # which may not raise
     assert device.refused == ["no pages at 0x1000 are locked"]
 
 

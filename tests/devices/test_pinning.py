@@ -18,42 +18,40 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.fake_accelerator import FakeAccelerator
+from support.fake_accelerator import (
+    BUFFER_BYTES,
+    FakeAccelerator,
+    Mover,
+    Pinner,
+    Sent,
+    TorchAccelerator,
+    pinning,
+)
 from support.pinning_datasets import Leaf
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-
-from hybridloader.devices import pinning
-from hybridloader.devices.pinning import BUFFER_BYTES, Mover, Pinner, Sent, TorchAccelerator
 
 # -- pinning -----------------------------------------------------------------------------------------
 
 
 def test_a_tensor_is_pinned_once_and_one_that_is_stays_itself() -> None:
+    """What was handed over is no longer held."""
     fake = FakeAccelerator()
     pinner = Pinner(fake)
     plain = torch.arange(6).view(2, 3)
     foreign = fake.pin(torch.arange(3))
-    sent = pinner.send([{"plain": plain, "foreign": foreign}])
+    batch = [{"plain": plain, "foreign": foreign}]
+    sent = pinner.send(batch)
+    assert batch == []
     data = pinner.take(sent)
     assert fake.is_pinned(data["plain"])
     assert not fake.is_pinned(plain)
     assert torch.equal(data["plain"], plain)
     assert data["foreign"] is foreign
     assert sent.size == plain.nbytes + foreign.nbytes
-
-
-def test_pages_that_somebody_has_locked_are_pinned_already() -> None:
-    fake = FakeAccelerator()
     tensor = torch.arange(1000)
-    fake.page_lock(tensor.data_ptr(), tensor.nbytes)
-    assert Pinner(fake).here(tensor[10:20]).data_ptr() == tensor[10:].data_ptr()
+    fake.page_lock(tensor.data_ptr(), tensor.nbytes)  # which pins it
+    assert pinner.here(tensor[10:20]).data_ptr() == tensor[10:].data_ptr()
     fake.page_unlock(tensor.data_ptr())
-
-
-def test_what_was_handed_over_is_no_longer_held() -> None:
-    batch = [torch.arange(3)]
-    Pinner(FakeAccelerator()).send(batch)
-    assert batch == []
 
 
 def test_where_the_system_refuses_to_pin_the_batch_comes_all_the_same_with_one_warning() -> None:
@@ -208,35 +206,22 @@ def mover(fake: FakeAccelerator) -> Mover:
     return made
 
 
-def test_copies_are_queued_and_the_stream_of_who_takes_them_waits_and_no_host() -> None:
+def test_copies_are_queued_and_the_stream_that_is_current_then_waits_and_no_host() -> None:
     fake = FakeAccelerator()
-    moving = mover(fake)
+    moving, own = mover(fake), fake.new_stream()
     host = torch.arange(6.0)
-    data = moving.take(moving.send([{"x": host.clone(), "n": 3}]))
-    seen: list[torch.Tensor] = []
-    fake.launch(lambda: seen.append(data["x"].clone()))
-    fake.run(fake.default)
-    assert not seen, "the copy has not been made"
-    assert fake.holds(data["x"])
-    assert data["n"] == 3
-    fake.run()
-    assert torch.equal(seen[0], host)
-
-
-def test_it_is_the_stream_that_is_current_when_a_batch_is_taken() -> None:
-    fake = FakeAccelerator()
-    moving = mover(fake)
-    sent = moving.send([torch.ones(4)])
-    own = fake.new_stream()
+    sent = moving.send([{"x": host.clone(), "n": 3}])
     seen: list[torch.Tensor] = []
     with fake.on(own):
         data = moving.take(sent)
-        fake.launch(lambda: seen.append(data.clone()))
-    fake.run(own)
-    assert not seen
+        fake.launch(lambda: seen.append(data["x"].clone()))
+    fake.run(own, fake.default)
+    assert not seen, "the copy has not been made"
+    assert fake.holds(data["x"])
+    assert data["n"] == 3
     assert [stream for _, stream in fake.kept] == [own]
     fake.run()
-    assert torch.equal(seen[0], torch.ones(4))
+    assert torch.equal(seen[0], host)
 
 
 def test_memory_of_the_device_is_not_used_again_before_the_stream_of_who_took_it_is_done() -> None:
@@ -264,18 +249,13 @@ def test_a_kernel_that_is_done_gives_the_memory_free() -> None:
     assert len(addresses) == 1
 
 
-def test_what_is_on_the_device_is_left_alone() -> None:
+def test_what_is_on_the_device_is_left_alone_and_an_empty_tensor_is_moved() -> None:
     fake = FakeAccelerator()
     there = fake.move(torch.ones(3))
     moving = mover(fake)
     assert moving.take(moving.send([[there]]))[0] is there
     assert moving.here(there) is there
     assert fake.kept == []
-
-
-def test_an_empty_tensor_is_moved_too() -> None:
-    fake = FakeAccelerator()
-    moving = mover(fake)
     host = torch.empty(0, 3, dtype=torch.int16)
     data = moving.take(moving.send([[host]]))[0]
     fake.run()
@@ -297,14 +277,14 @@ def test_an_empty_tensor_is_moved_too() -> None:
     ],
     ids=["dense", "coo", "csr", "csc", "bsr", "bsc", "nested"],
 )
-def test_the_allocator_is_told_of_the_dense_parts_of_a_tensor(
+def test_the_allocator_is_named_of_the_dense_parts_of_a_tensor(
     make: Callable[[], torch.Tensor], parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda part, stream: told.append(part))
+    named: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda part, stream: named.append(part))
     TorchAccelerator(torch.device("cuda", 0)).keep_for(make(), "stream")
-    assert len(told) == parts
-    assert all(part.layout is torch.strided and not part.is_nested for part in told)
+    assert len(named) == parts
+    assert all(part.layout is torch.strided and not part.is_nested for part in named)
 
 
 class Graph:
@@ -515,35 +495,32 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     return made
 
 
-class Host:
-    """Tensor on the host."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, *, pinned: bool) -> None:
-        self.pinned = pinned
-
-    def is_pinned(self) -> bool:
-        return self.pinned
-
-    def to(self, device: torch.device, *, non_blocking: bool) -> tuple[torch.device, bool]:
-        return device, non_blocking
-
-
 def moved(device: TorchAccelerator, *, pinned: bool) -> Any:
-    host: Any = Host(pinned=pinned)
+    """Device and ``non_blocking`` with which a tensor of the host is copied."""
+    host: Any = SimpleNamespace(
+        device=torch.device("cpu"),
+        is_pinned=lambda: pinned,
+        to=lambda device, *, non_blocking: (device, non_blocking),
+    )
     return device.move(host)
 
 
-def test_a_device_whose_module_has_no_streams_gets_those_that_torch_has(scripted: Scripted) -> None:
+def test_a_device_gets_the_streams_that_torch_or_its_module_has_and_is_asked_once(
+    scripted: Scripted,
+) -> None:
     device = TorchAccelerator(DEVICE)
     side = device.side_stream()
+    made = _Stream.number
     assert type(side) is _Stream
     assert side.device == DEVICE
     assert device.current_stream() is scripted.streams[1]
     assert device.queues_copies
     with device.on(side):
         assert device.current_stream() is side
+    assert TorchAccelerator(DEVICE).side_stream() is side
+    assert _Stream.number == made
+    assert moved(device, pinned=True) == (DEVICE, True)
+    assert moved(device, pinned=False) == (DEVICE, False), "the host waits"
 
 
 def test_the_kind_of_stream_that_the_module_has_is_taken(scripted: Scripted) -> None:
@@ -552,14 +529,6 @@ def test_the_kind_of_stream_that_the_module_has_is_taken(scripted: Scripted) -> 
     device = TorchAccelerator(DEVICE)
     assert type(device.side_stream()) is Own
     assert device.current_stream() is current
-
-
-def test_what_a_device_can_do_is_asked_once(scripted: Scripted) -> None:
-    before = _Stream.number
-    side = TorchAccelerator(DEVICE).side_stream()
-    made = _Stream.number - before
-    assert TorchAccelerator(DEVICE).side_stream() is side
-    assert _Stream.number - before == made
 
 
 @pytest.mark.parametrize("current", [0, 1])
@@ -609,28 +578,13 @@ def test_a_batch_can_not_be_taken_within_a_capture(scripted: Scripted, kind: Any
     assert scripted.streams[1].number == 0
 
 
-def test_only_what_is_page_locked_is_copied_while_the_host_goes_on(scripted: Scripted) -> None:
-    device = TorchAccelerator(DEVICE)
-    assert moved(device, pinned=True) == (DEVICE, True)
-    assert moved(device, pinned=False) == (DEVICE, False)
-
-
-@pytest.mark.parametrize("kind", [_None, Only])
-def test_of_a_device_with_one_stream_each_copy_is_waited_for(scripted: Scripted, kind: Any) -> None:
-    scripted.module = SimpleNamespace(Stream=kind)
-    device = TorchAccelerator(DEVICE)
-    assert not device.queues_copies
-    assert device.side_stream() is None
-    assert moved(device, pinned=True) == (DEVICE, False)
-
-
-@pytest.mark.parametrize("lacks", ["events", "record_stream"])
-def test_and_of_one_whose_streams_can_not_be_told_of_each_other(
-    scripted: Scripted, lacks: str
+@pytest.mark.parametrize("kind", [_None, Only, Eventless, _Stream])
+def test_of_a_device_with_one_stream_or_deaf_ones_each_copy_is_waited_for(
+    scripted: Scripted, kind: Any
 ) -> None:
-    if lacks == "events":
-        scripted.module = SimpleNamespace(Stream=Eventless)
-    scripted.records = lacks == "events"
+    """Without events, or `record_stream`, streams can't be ordered."""
+    scripted.module = SimpleNamespace(Stream=kind)
+    scripted.records = kind is not _Stream
     device = TorchAccelerator(DEVICE)
     assert not device.queues_copies
     assert device.side_stream() is None

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch.utils.data
 from support.manual_clock import Clock
-from support.recordings import CoreUsage, CoreUse
+from support.recordings import KEPT, CoreUsage, CoreUse, KeptBatches, Reuse, measure
 from torch.utils.data import IterableDataset
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline
 from hybridloader.observe import Headroom
-from hybridloader.observe.headroom_trials import KEPT, KeptBatches, Reuse, measure
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_accelerator import FakeAccelerator
 from support.platforms import needs_fork
+from support.recordings import Event, chrome_events
 from support.traces import ReadTrace, nanoseconds
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, Skip
 from hybridloader.observe import merge
-from hybridloader.observe.tracing import Event, chrome_events
 
 
 class Work:

@@ -9,11 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.recordings import recording, stage, stats_of
+from support.recordings import SHOWN, Watch, recording, stage, stats_of
 
 from hybridloader import DataLoader, Pipeline
 from hybridloader.observe import Stats
-from hybridloader.observe.observation import SHOWN, Watch
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hybridloader import DataLoader, Memory, SharedMemory, Threads
-from hybridloader.devices.pinning import TorchAccelerator, find
 from support.digested_batches import KIND, Noise
+from support.fake_accelerator import TorchAccelerator, find
 
 LIMIT = 24 << 20
 """Bytes of the slots: some forty batches of half a MiB, so that each is filled again and again."""

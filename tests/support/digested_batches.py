@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from hybridloader._support.installed_torch import current_accelerator
+from support.installed_torch import current_accelerator
 
 _ACCELERATOR = current_accelerator()
 KIND = "meta" if _ACCELERATOR is None else _ACCELERATOR.type

@@ -22,10 +22,21 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from hybridloader.devices import pinning
-from hybridloader.devices.pinning import find
+from hybridloader.devices.pinning import (
+    BUFFER_BYTES,
+    Mover,
+    Pinner,
+    Sent,
+    TorchAccelerator,
+    current,
+    find,
+)
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = ["BUFFER_BYTES", "Mover", "Pinner", "Sent", "TorchAccelerator", "current", "pinning"]
+"""Parts of the inside, which tests of devices import from here alone."""
 
 
 @dataclass(eq=False)
@@ -163,8 +174,8 @@ class FakeAccelerator:
             if not address or size <= 0:
                 raise self._refusal(OSError(f"there are no {size} bytes at {address:#x} to lock"))
             if self.lockable is not None and sum(self.locked.values()) + size > self.lockable:
-                told = f"the fake device locks at most {self.lockable:,} bytes"
-                raise OSError(errno.ENOMEM, told)
+                says = f"the fake device locks at most {self.lockable:,} bytes"
+                raise OSError(errno.ENOMEM, says)
             for start, taken in (*self.locked.items(), *self.pinned.items()):
                 if start < address + size and address < start + taken:
                     raise self._refusal(OSError("some of these pages are locked already"))

@@ -8,7 +8,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from hybridloader._support.installed_torch import default_device
+from hybridloader._support.installed_torch import current_accelerator, default_device
+from hybridloader._support.torch_env import device_in_use
+
+__all__ = ["current_accelerator", "device_in_use"]
 
 
 def _of_the_worker() -> torch.Generator | None:

@@ -7,9 +7,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridloader.tuning.planner import Costs, Plan, Stage
-from hybridloader.tuning.subjects import Running, Subject
-from tests.support.manual_clock import Clock
+from hybridloader.loader.dataloader import Auto
+from hybridloader.tuning import tune as choosing
+from hybridloader.tuning.planner import INLINE, Costs, Limits, Place, Plan, Stage, Trial, price
+from hybridloader.tuning.script_loader import FirstLoader, TunedEnd
+from hybridloader.tuning.subjects import (
+    Empty,
+    LoaderSubject,
+    Running,
+    Subject,
+    rates_of,
+    subject_of,
+)
+from hybridloader.tuning.tune import Tuner, Tuning
+from support.manual_clock import Clock
+
+__all__ = ["INLINE", "Auto", "Empty", "FirstLoader", "Limits", "LoaderSubject", "Place", "Trial"]
+__all__ += ["TunedEnd", "Tuner", "Tuning", "choosing", "price", "rates_of", "subject_of"]
+"""Parts of the inside, which tests of tuning import from here alone."""
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
+from support.tuned_subject import Auto, Cost, Limits, LoaderSubject, Place, Scripted, choosing
 
 from hybridloader import DataLoader, Pipeline
-from hybridloader.loader.dataloader import Auto
-from hybridloader.tuning import tune as choosing
-from hybridloader.tuning.planner import Limits, Place
-from hybridloader.tuning.subjects import LoaderSubject
-from tests.support.tuned_subject import Cost, Scripted
 
 
 class Draws(torch.utils.data.Dataset[Any]):

@@ -9,12 +9,23 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tuned_subject import (
+    INLINE,
+    Cost,
+    Costs,
+    Empty,
+    Limits,
+    Place,
+    Plan,
+    Scripted,
+    Trial,
+    Tuner,
+    Tuning,
+    price,
+    rates_of,
+)
 
 from hybridloader import WorkerDied, WorkerTimeout
-from hybridloader.tuning.planner import INLINE, Costs, Limits, Place, Plan, Trial, price
-from hybridloader.tuning.subjects import Empty, rates_of
-from hybridloader.tuning.tune import Tuner, Tuning
-from tests.support.tuned_subject import Cost, Scripted
 
 CORES = 4
 LIMITS = Limits(CORES, backends=("inline", "threads", "fork"))

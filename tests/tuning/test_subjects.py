@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
+from support.tuned_subject import INLINE, Empty, Place, choosing, subject_of
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, WorkerDied, WorkerTimeout, tune
-from hybridloader.tuning import tune as choosing
-from hybridloader.tuning.planner import INLINE, Place
-from hybridloader.tuning.subjects import Empty, subject_of
 
 SECONDS = 0.3
 
@@ -204,7 +202,7 @@ def test_pipelines_that_are_joined_keep_their_workers() -> None:
         run.close()
 
 
-def test_steps_of_one_name_are_told_apart() -> None:
+def test_steps_of_one_name_have_numbers() -> None:
     pipe = numbers().map(double).batch(1, collate_fn=sum).map(double)
     subject = subject_of(pipe)
     assert [stage.name for stage in subject.stages] == ["map(double)", "map(double) #2"]
