@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.plain_datasets import told
+from support.plain_datasets import samples_of
 from support.platforms import needs_zygote
 from support.process_probes import PROBES, Asked
 
@@ -66,7 +66,7 @@ def _unusual(tmp_path: Path) -> Iterator[None]:
 @ways
 def test_a_forked_worker_finds_what_a_fresh_one_finds_and_no_more_descriptors(way: Any) -> None:
     found, expected = (
-        told(Asked(2), 2, backend=backend, generator=torch.Generator().manual_seed(3))
+        samples_of(Asked(2), 2, backend=backend, generator=torch.Generator().manual_seed(3))
         for backend in (way, FRESH)
     )
     assert len(found) == 2
@@ -129,7 +129,7 @@ class Registering(Asked):
 def test_what_a_worker_changes_registers_or_draws_without_a_seed_is_its_own(
     way: Any, tmp_path: Path
 ) -> None:
-    answers = told(Registering(tmp_path), 2, backend=way, worker_init_fn=mark)
+    answers = samples_of(Registering(tmp_path), 2, backend=way, worker_init_fn=mark)
     pids, found, draws = zip(*(one["extra"] for one in answers), strict=True)
     assert found == tuple((n, [f"PROBED_{n}"], [f"/of/{n}"], 1) for n in range(2))
     assert all(one != other for one, other in zip(*draws, strict=True))

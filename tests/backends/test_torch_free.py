@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.comparison import same
 from support.installed_torch import takes_numpy_bools
-from support.plain_datasets import as_is, as_is_everywhere, told
+from support.plain_datasets import as_is, as_is_everywhere, samples_of
 from support.platforms import needs_fork, posix
 from torch.utils.data import default_collate, default_convert
 
@@ -158,7 +158,7 @@ def test_only_torchs_own_functions_are_replaced_on_the_way() -> None:
 
 def test_a_worker_without_torch_knows_who_it_is(plain: Any) -> None:
     generator = torch.Generator().manual_seed(3)
-    found = told(plain.Said("info", 4), 2, generator=generator)
+    found = samples_of(plain.Said("info", 4), 2, generator=generator)
     seeds = [seed for _, _, _, seed, *_ in found]
     assert seeds == [seeds[0], seeds[0] + 1] * 2
     assert found == [
@@ -177,7 +177,7 @@ def test_fresh_workers_run_native_code_on_one_thread_and_nothing_changes_here(
     for name in THREADS:
         monkeypatch.delenv(name, raising=False)
     environment, threads = dict(os.environ), torch.get_num_threads()
-    assert told(plain.Said("variables", 1)) == [(["1", "1", "1"], False)]
+    assert samples_of(plain.Said("variables", 1)) == [(["1", "1", "1"], False)]
     assert dict(os.environ) == environment
     assert torch.get_num_threads() == threads
 
@@ -190,7 +190,7 @@ def test_the_dataset_is_pickled_once_for_all_workers(
     plain: Any, tmp_path: Path, zygote: bool, loads: int
 ) -> None:
     log = tmp_path / "log"
-    assert sorted(told(plain.Counted(str(log)), 3, backend=Spawn(preload=zygote))) == list(
+    assert sorted(samples_of(plain.Counted(str(log)), 3, backend=Spawn(preload=zygote))) == list(
         range(12)
     )
     assert sorted(log.read_text().split()) == ["loaded"] * loads + ["pickled"]
@@ -204,7 +204,7 @@ def test_a_large_array_of_the_dataset_is_mapped_and_writing_to_it_is_each_worker
     array: Any = np.zeros(4_000_000, np.int16)
     array[:10] = 1
     dataset = plain.Holding(array if kind == "array" else torch.from_numpy(array))
-    found = told(dataset, 2)
+    found = samples_of(dataset, 2)
     firsts = found[:2]
     assert len({pid for *_, pid in firsts}) == 2
     for _, before, after, _ in firsts:

@@ -29,7 +29,7 @@ COPY, PRODUCT = 0.010, 0.001
 
 
 class Clock:
-    """Goes on by a microsecond whenever it is read, and by more if it is told to."""
+    """Goes on by a microsecond whenever it is read, and by more on demand."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -81,7 +81,7 @@ class Device:
             yield number
 
 
-def test_who_waits_in_next_and_who_is_held_up_is_told_apart() -> None:
+def test_who_waits_in_next_and_who_is_held_up_are_named() -> None:
     device = Device()
     device.ready = [0.0] * 50
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from support.compat import (
     EVERY,
+    Noted,
     Numbers,
-    Told,
     Watched,
     do_nothing,
     flat,
@@ -237,7 +237,7 @@ def test_r08_other_attributes_are_read_when_the_iterator_is_made() -> None:
 
 
 def test_r08_generator_init_fn_and_prefetch_factor_are_read_when_the_iterator_is_made() -> None:
-    told = Told()
+    told = Noted()
     loader = DataLoader(Watched(), sampler=told, num_workers=1, backend="threads", collate_fn=keep)
     called: list[int] = []
     generator = torch.Generator().manual_seed(1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.compat import Numbers, Told, flat, quick
+from support.compat import Noted, Numbers, flat, quick
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -72,7 +72,7 @@ def test_r13_a_subclass_of_a_framework_adopts_us_by_mixin(workers: int, backend:
 
 @quick
 def test_r14_the_iterator_is_torchs_base_with_its_counters(backend: str) -> None:
-    told = Told(6)
+    told = Noted(6)
     loader = DataLoader(Numbers(), sampler=told, num_workers=1, backend=backend, prefetch_factor=2)
     iterator: Any = iter(loader)
     assert isinstance(iterator, _BaseDataLoaderIter)
@@ -292,7 +292,7 @@ class Counting(Numbers):
     ("backend", "persistent"), [("inline", False), ("threads", True), ("fork", True)]
 )
 def test_r24_a_break_drains_nothing(backend: str, persistent: bool) -> None:
-    dataset, told = Counting(500), Told(500)
+    dataset, told = Counting(500), Noted(500)
     loader = DataLoader(
         dataset, sampler=told, num_workers=2, backend=backend, persistent_workers=persistent
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.compat import Told
+from support.compat import Noted
 from support.failing_datasets import Samples, at_gate, outcomes
 from support.fake_accelerator import FakeAccelerator, taken_for_current
 from support.installed_torch import warns_without_accelerator
@@ -164,7 +164,7 @@ def test_pinned_batches_are_what_the_loop_copies_on_streams_that_the_loader_does
 
 def test_the_sampler_is_asked_by_the_caller_when_torch_asks_it() -> None:
     def rhythm(kind: Any, **options: Any) -> list[int]:
-        sampler = Told(12)
+        sampler = Noted(12)
         iterator = iter(kind(Rows(), 2, sampler=sampler, num_workers=1, **options))
         drawn = [len(sampler.given)]
         for _ in iterator:
@@ -182,7 +182,7 @@ def test_what_the_sampler_raises_comes_behind_what_it_had_given() -> None:
         yield from range(5)
         raise KeyError("no more")
 
-    class Failing(Told):
+    class Failing(Noted):
         def __iter__(self) -> Any:
             return indices()
 

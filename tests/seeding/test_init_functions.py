@@ -33,7 +33,7 @@ def load(dataset: Any, backend: str, init: Any = None, **options: Any) -> Any:
     )
 
 
-class Told(Dataset[Any]):
+class Noted(Dataset[Any]):
     """Draws of the worker's init function."""
 
     def __init__(self) -> None:
@@ -91,10 +91,10 @@ def states() -> list[Any]:
 
 
 def test_they_run_side_by_side_and_find_what_they_would_in_processes_of_their_own() -> None:
-    wanted = list(load(Told(), "fork", Meeting(together=False)))
+    wanted = list(load(Noted(), "fork", Meeting(together=False)))
     assert [found[:3] for found in wanted] == [[0, 0, True]] * WORKERS
     before = states()
-    assert list(load(Told(), "threads", Meeting(together=True))) == wanted
+    assert list(load(Noted(), "threads", Meeting(together=True))) == wanted
     assert states() == before
 
 
@@ -111,7 +111,7 @@ def test_what_goes_past_a_threads_own_generators_is_put_back_when_all_are_throug
         meeting.meet()
 
     before = states()
-    assert list(load(Told(), "threads", init)) == [0, 1]
+    assert list(load(Noted(), "threads", init)) == [0, 1]
     assert states() == before
 
 

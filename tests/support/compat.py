@@ -32,7 +32,7 @@ class Numbers(Dataset[int]):
         return index
 
 
-class Told(Sampler[int]):
+class Noted(Sampler[int]):
     """Counts how often it is asked to begin, and what it gave where."""
 
     def __init__(self, length: int = 8) -> None:

@@ -24,7 +24,7 @@ LARGE = 2 * OWN
 class CrewDriver:
     """A crew whose workers call one function; a context manager that closes it.
 
-    `raw` is the crew, `events` all that it has told.
+    `raw` is the crew, `events` all that it has reported.
     """
 
     def __init__(

@@ -59,11 +59,11 @@ def losses(loader: Any) -> list[float]:
     torch.manual_seed(1 + dist.get_rank())
     regression = Regression()
     regression.model = DistributedDataParallel(regression.model)
-    told = []
+    found = []
     for epoch in range(EPOCHS):
         loader.sampler.set_epoch(epoch)
-        told += [regression.step(batch) for batch in loader]
-    return told
+        found += [regression.step(batch) for batch in loader]
+    return found
 
 
 def made(backend: str | None, dataset: Any, **options: Any) -> Any:

@@ -150,13 +150,13 @@ def kill_all() -> list[str]:
     import psutil
 
     found = psutil.Process().children(recursive=True)
-    told = [f"{child!r} {child.status()}" for child in found]
+    shown = [f"{child!r} {child.status()}" for child in found]
     for child in found:
         try:
             child.kill()
         except psutil.NoSuchProcess:
             continue
-    return told
+    return shown
 
 
 def warm_up(*, torch: bool) -> None:

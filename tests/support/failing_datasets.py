@@ -1,4 +1,4 @@
-"""Datasets that fail as they are told to, and the outcomes of loaders over them.
+"""Datasets that fail on demand, and the outcomes of loaders over them.
 
 Importing this imports no torch, so fresh workers that are sent one of the datasets start at once.
 """

@@ -1,4 +1,4 @@
-"""A local HTTP server of files in memory, that serves ranges and can be told to fail."""
+"""A local HTTP server of files in memory, that serves ranges and fails on demand."""
 
 from __future__ import annotations
 

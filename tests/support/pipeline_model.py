@@ -441,13 +441,13 @@ class Recipe:
     which the number of an item is unknown, and a ``c`` for a cache; an ``e`` if the epoch matters.
     """
 
-    told: str
+    name: str
     make: Callable[[Settings], Pipeline]
     model: Callable[[int, bool], list[Event]]
     traits: str = ""
 
     def __repr__(self) -> str:
-        return self.told
+        return self.name
 
     def events(self, epoch: int) -> list[Event]:
         """What a run gives."""

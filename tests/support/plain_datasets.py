@@ -150,7 +150,7 @@ def as_is(sample: Any) -> Any:
 as_is_everywhere: Any = eval("lambda sample: sample", {})  # a function that names no module
 
 
-def told(dataset: Any, workers: int = 1, **options: Any) -> list[Any]:
+def samples_of(dataset: Any, workers: int = 1, **options: Any) -> list[Any]:
     """Samples of the dataset from fresh workers, one by one and not collated."""
     options = {"batch_size": None, "collate_fn": as_is_everywhere, "backend": "spawn", **options}
     loader = DataLoader(dataset, num_workers=workers, **options)

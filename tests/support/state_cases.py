@@ -134,8 +134,8 @@ class OfBatches(BatchSampler):
         super().__init__(Ordered(), 4, False)
 
     def state_dict(self) -> dict[str, Any]:
-        told: dict[str, Any] = self.sampler.state_dict()  # type: ignore[attr-defined]
-        return told
+        found: dict[str, Any] = self.sampler.state_dict()  # type: ignore[attr-defined]
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sampler.load_state_dict(state)  # type: ignore[attr-defined]

@@ -68,13 +68,21 @@ def test_a_plan_is_applied_to_a_loader_of_ours_and_to_one_of_torch_s() -> None:
     assert theirs.num_workers == 0
 
 
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(20))
+
+
 def test_a_loader_of_samples_and_one_of_an_iterable_dataset() -> None:
-    assert tune(DataLoader(Squares(), None), seconds=SECONDS).rate > 0
-
-    class Stream(torch.utils.data.IterableDataset[int]):
-        def __iter__(self) -> Any:
-            return iter(range(20))
-
+    """And what a tuning is as text and as a dict."""
+    tuning = tune(DataLoader(Squares(), None), seconds=SECONDS)
+    assert tuning.rate > 0
+    text, found = str(tuning), tuning.to_dict()
+    assert "as it was" in text
+    assert tuning.code in text
+    assert found["rate"] == tuning.rate
+    assert {"trials", "plan", "costs", "refused", "code"} <= found.keys()
+    assert "<table>" in tuning._repr_html_()
     tuning = tune(DataLoader(Stream(), 4), seconds=SECONDS)
     assert tuning.rate > 0
     assert all(place.threads == 1 for trial in tuning.trials for place in trial.plan)
@@ -103,17 +111,6 @@ def test_a_pipeline_gets_other_placements_and_the_same_items() -> None:
     moved = subject_of(pipe).apply(plan)
     assert subject_of(moved).start == plan
     assert list(moved.run(seed=0)) == expected
-
-
-def test_it_is_described_as_text_and_dict() -> None:
-    tuning = tune(DataLoader(Squares(), 8), seconds=SECONDS)
-    text = str(tuning)
-    assert "as it was" in text
-    assert tuning.code in text
-    found = tuning.to_dict()
-    assert found["rate"] == tuning.rate
-    assert {"trials", "plan", "costs", "refused", "code"} <= found.keys()
-    assert "<table>" in tuning._repr_html_()
 
 
 class Raises(Squares):
