@@ -104,22 +104,14 @@ REASONS: dict[str, tuple[FakeAccelerator, Callable[[], torch.Tensor], str, bool]
     ),
     "plain": (Stubborn(), lambda: torch.ones(3), r"can't be done\. Raise .*ulimit -l", True),
     "one element": (Stubborn(), lambda: torch.ones(1).expand(1), r"ulimit -l", True),
-    "nested": (
-        Stubborn(),
-        lambda: torch._nested_tensor_from_tensor_list([torch.ones(2), torch.ones(3)]),
-        r"ulimit -l",
-        True,
-    ),
 }
 
 
 @pytest.mark.parametrize("case", REASONS)
-@pytest.mark.filterwarnings("ignore:.*nested tensors")
 def test_the_advice_is_of_what_is_to_blame(case: str) -> None:
     fake, make, words, limit = REASONS[case]
-    tensor = make()
     pinner = Mover(fake, 1, BUFFER_BYTES) if case == "plain" else Pinner(fake)
-    pinner._pin(Sent(), tensor)
+    pinner._pin(Sent(), make())
     with pytest.warns(UserWarning, match=words) as caught:
         pinner.warn()
     assert ("ulimit" in str(caught[0].message)) == limit
@@ -136,16 +128,11 @@ def test_each_advice_is_given_once() -> None:
         assert pinner.here(tensor) is tensor
 
 
-def test_what_can_not_be_pinned_at_all_is_an_error_as_with_torch() -> None:
+def test_what_can_not_be_pinned_at_all_is_an_error_as_with_torch_unless_it_pins_itself() -> None:
     class Refusing(FakeAccelerator):
         def pin(self, tensor: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("only dense CPU tensors can be pinned")
 
-    with pytest.raises(RuntimeError, match="only dense"):
-        Pinner(Refusing()).send([torch.eye(3).to_sparse()])
-
-
-def test_an_object_that_pins_itself_may_hold_what_has_no_size() -> None:
     @dataclass
     class Edges:
         adjacency: torch.Tensor
@@ -153,8 +140,11 @@ def test_an_object_that_pins_itself_may_hold_what_has_no_size() -> None:
         def pin_memory(self) -> Edges:
             return self
 
-    edges = Edges(torch.eye(3).to_sparse())
-    sent = Pinner(FakeAccelerator()).send([edges])
+    sparse = torch.eye(3).to_sparse()
+    with pytest.raises(RuntimeError, match="only dense"):
+        Pinner(Refusing()).send([sparse])
+    edges = Edges(sparse)
+    sent = Pinner(Refusing()).send([edges])
     assert sent.data is edges
     assert sent.size == 0
 
@@ -264,27 +254,25 @@ def test_what_is_on_the_device_is_left_alone_and_an_empty_tensor_is_moved() -> N
 
 
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested")
-@pytest.mark.parametrize(
-    ("make", "parts"),
-    [
-        (lambda: torch.eye(3), 1),
-        (lambda: torch.eye(3).to_sparse(), 2),
-        (lambda: torch.eye(3).to_sparse_csr(), 3),
-        (lambda: torch.eye(3).to_sparse_csc(), 3),
-        (lambda: torch.eye(4).to_sparse_bsr((2, 2)), 3),
-        (lambda: torch.eye(4).to_sparse_bsc((2, 2)), 3),
-        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), 1),
-    ],
-    ids=["dense", "coo", "csr", "csc", "bsr", "bsc", "nested"],
-)
-def test_the_allocator_is_named_of_the_dense_parts_of_a_tensor(
-    make: Callable[[], torch.Tensor], parts: int, monkeypatch: pytest.MonkeyPatch
+def test_the_allocator_hears_of_the_dense_parts_of_a_tensor(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     named: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda part, stream: named.append(part))
-    TorchAccelerator(torch.device("cuda", 0)).keep_for(make(), "stream")
-    assert len(named) == parts
-    assert all(part.layout is torch.strided and not part.is_nested for part in named)
+    eye = torch.eye(4)
+    for tensor, parts in [
+        (eye, 1),
+        (eye.to_sparse(), 2),
+        (eye.to_sparse_csr(), 3),
+        (eye.to_sparse_csc(), 3),
+        (eye.to_sparse_bsr((2, 2)), 3),
+        (eye.to_sparse_bsc((2, 2)), 3),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), 1),
+    ]:
+        named.clear()
+        TorchAccelerator(torch.device("cuda", 0)).keep_for(tensor, "stream")
+        assert len(named) == parts
+        assert all(part.layout is torch.strided and not part.is_nested for part in named)
 
 
 class Graph:
@@ -335,11 +323,19 @@ class Span:
 
 
 def test_objects_that_move_themselves_do_so_and_hear_of_the_stream() -> None:
+    class OnCpu(FakeAccelerator):
+        pins = False  # type: ignore[assignment]
+
     moving = mover(FAKE)
     graph, span = moving.take(moving.send([(Graph(torch.ones(1)), Span())]))
     assert graph.moved == [FAKE.name, True]
     assert graph.streams == [FAKE.default]
     assert type(span) is Span
+    moving = mover(OnCpu("cpu"))
+    packed = pack_sequence([torch.arange(3), torch.arange(2)])
+    data = moving.take(moving.send([packed]))
+    assert type(data) is PackedSequence
+    assert torch.equal(data.data, packed.data)
 
 
 def test_of_which_nobody_knows_what_it_holds_that_is_moved_by_who_takes_it() -> None:
@@ -352,17 +348,6 @@ def test_of_which_nobody_knows_what_it_holds_that_is_moved_by_who_takes_it() -> 
     assert data["o"].pinned
     assert FAKE.holds(data["x"])
     assert moving.here(Opaque()).streams == [FAKE.default]
-
-
-def test_a_packed_sequence_moves_itself() -> None:
-    class OnCpu(FakeAccelerator):
-        pins = False  # type: ignore[assignment]
-
-    moving = mover(OnCpu("cpu"))
-    packed = pack_sequence([torch.arange(3), torch.arange(2)])
-    data = moving.take(moving.send([packed]))
-    assert type(data) is PackedSequence
-    assert torch.equal(data.data, packed.data)
 
 
 def test_an_object_that_only_pins_is_pinned_and_what_a_named_one_holds_is_moved() -> None:
@@ -378,9 +363,17 @@ def test_an_object_that_only_pins_is_pinned_and_what_a_named_one_holds_is_moved(
     assert data[1] == Leaf(1, 1)
 
 
-def test_a_device_that_locks_no_pages_pins_by_a_copy() -> None:
+def test_a_device_that_locks_no_pages_pins_by_a_copy_and_one_that_can_nothing_copies_at_once() -> (
+    None
+):
     class ByCopy(FakeAccelerator):
         locks_pages = False
+
+    class Plain(FakeAccelerator):
+        pins = queues_copies = False  # type: ignore[assignment]
+
+        def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+            raise AssertionError("does not pin")
 
     device = ByCopy()
     pinner = Pinner(device)
@@ -388,17 +381,7 @@ def test_a_device_that_locks_no_pages_pins_by_a_copy() -> None:
     batch = pinner.here([torch.arange(3)])
     assert device.is_pinned(batch[0])
     assert torch.equal(batch[0], torch.arange(3))
-
-
-def test_a_device_that_neither_pins_nor_has_streams_gets_its_copies_at_once() -> None:
-    class Plain(FakeAccelerator):
-        pins = queues_copies = False  # type: ignore[assignment]
-
-        def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-            raise AssertionError("does not pin")
-
-    plain = Plain()
-    moving = Mover(plain, 1, 1)
+    moving = Mover(Plain(), 1, 1)
     moving.prepare()
     sent = moving.send([[torch.ones(2)]])
     assert torch.equal(moving.take(sent)[0], torch.ones(2))
