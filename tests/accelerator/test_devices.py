@@ -12,12 +12,10 @@ from support.digested_batches import BATCHES, KIND, Noise, busy, digest, wanted,
 from support.fake_accelerator import TorchAccelerator, current, find
 from support.installed_torch import device_in_use
 from support.slot_pairs import segments
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from hybridloader import DataLoader, Memory, Pipeline, SharedMemory, Transfer
 from hybridloader.errors import BackendUnavailable
-
-DEVICES = [KIND, f"{KIND}:0", torch.device(KIND, 0)]
-
 
 # -- pinned ----------------------------------------------------------------------------------------
 
@@ -39,12 +37,11 @@ def test_batches_are_moved_from_where_they_were_made(backend: Any) -> None:
     assert torch.equal(torch.cat([digest(batch) for batch in rest]).cpu(), wanted(64))
 
 
-def test_without_workers_the_caller_pins() -> None:
-    batches = list(DataLoader(Noise(16), 8, pin_memory=True))
-    assert all(batch.is_pinned() for batch in batches)
-
-
-def test_small_tensors_and_containers_are_pinned() -> None:
+def test_without_workers_the_caller_pins_and_moves_and_small_tensors_and_containers_too() -> None:
+    assert all(batch.is_pinned() for batch in DataLoader(Noise(16), 8, pin_memory=True))
+    batches = list(DataLoader(Noise(16), 8, device=KIND))
+    assert all(batch.device.type == KIND for batch in batches)
+    assert torch.equal(torch.cat([digest(batch) for batch in batches]).cpu(), wanted(16))
     data = [{"x": torch.ones(2), "n": k} for k in range(8)]
     for batch in DataLoader(data, 4, num_workers=1, backend="threads", pin_memory=True):  # type: ignore[arg-type]
         assert batch["x"].is_pinned()
@@ -61,11 +58,11 @@ def test_the_number_of_threads_of_the_process_is_left_alone() -> None:
 
 
 @on_backends
-@pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_batches_are_on_the_device_when_next_returns(backend: Any, device: Any) -> None:
-    batches = list(loader_of(64, backend, device=device))
-    assert all(batch.device == torch.device(KIND, 0) for batch in batches)
-    assert torch.equal(torch.cat([digest(batch) for batch in batches]).cpu(), wanted(64))
+def test_batches_are_on_the_device_when_next_returns(backend: Any) -> None:
+    for device in (KIND, f"{KIND}:0", torch.device(KIND, 0)):
+        batches = list(loader_of(64, backend, device=device))
+        assert all(batch.device == torch.device(KIND, 0) for batch in batches)
+        assert torch.equal(torch.cat([digest(batch) for batch in batches]).cpu(), wanted(64))
 
 
 def test_a_pipeline_moves_too() -> None:
@@ -73,12 +70,6 @@ def test_a_pipeline_moves_too() -> None:
     for epoch in pipe.epochs(2):
         found = torch.cat([digest(batch) for batch in epoch])
         assert torch.equal(found.cpu(), wanted(64))
-
-
-def test_without_workers_the_caller_moves() -> None:
-    batches = list(DataLoader(Noise(16), 8, device=KIND))
-    assert all(batch.device.type == KIND for batch in batches)
-    assert torch.equal(torch.cat([digest(batch) for batch in batches]).cpu(), wanted(16))
 
 
 def test_the_stream_waits_for_the_copy_and_the_host_does_not() -> None:
@@ -125,30 +116,21 @@ def test_what_is_read_late_on_streams_of_the_users_own_is_not_overwritten(backen
     assert torch.equal(torch.cat([digest(batch) for batch in seen]).cpu(), wanted(400))
 
 
+def collated(data: Any, collate: Any) -> Any:
+    """Batches of four on the device, as a function makes them of their samples."""
+    options: dict[str, Any] = {"num_workers": 1, "backend": "threads", "device": KIND}
+    return DataLoader(data, 4, collate_fn=collate, **options)
+
+
 def test_what_is_on_the_device_is_left_alone() -> None:
     there = torch.ones(3, device=KIND)
-
-    def collate(samples: list[Any]) -> dict[str, Any]:
-        return {"there": there, "x": torch.stack(samples)}
-
-    loader = DataLoader(
-        Noise(8), 4, collate_fn=collate, num_workers=1, backend="threads", device=KIND
-    )
-    for batch in loader:
+    for batch in collated(Noise(8), lambda samples: {"there": there, "x": torch.stack(samples)}):
         assert batch["there"] is there
         assert batch["x"].device.type == KIND
 
 
 def test_objects_with_a_to_are_moved() -> None:
-    from torch.nn.utils.rnn import PackedSequence, pack_sequence
-
-    def collate(samples: list[Any]) -> PackedSequence:
-        return pack_sequence(samples)
-
-    loader = DataLoader(
-        Noise(8), 4, collate_fn=collate, num_workers=1, backend="threads", device=KIND
-    )
-    for number, packed in enumerate(loader):
+    for number, packed in enumerate(collated(Noise(8), pack_sequence)):
         assert type(packed) is PackedSequence
         assert packed.data.device.type == KIND
         rows = packed.data.view(-1, 4).t().contiguous()
@@ -163,19 +145,8 @@ def test_sparse_tensors_are_moved(layout: torch.layout) -> None:
     except RuntimeError as error:
         pytest.skip(f"the device holds no such tensor: {error}".partition(" with ")[0])
     rows = [torch.eye(4) * number for number in range(8)]
-
-    def collate(samples: list[Any]) -> torch.Tensor:
-        return torch.block_diag(*samples).to_sparse(layout=layout)
-
-    loader = DataLoader(
-        rows,  # type: ignore[arg-type]
-        4,
-        collate_fn=collate,
-        num_workers=1,
-        backend="threads",
-        device=KIND,
-    )
-    for number, batch in enumerate(loader):
+    blocks = collated(rows, lambda samples: torch.block_diag(*samples).to_sparse(layout=layout))
+    for number, batch in enumerate(blocks):
         assert batch.device.type == KIND
         assert batch.layout is layout
         block = torch.block_diag(*rows[4 * number : 4 * number + 4])
