@@ -23,7 +23,6 @@ from datasets import Dataset, IterableDataset  # noqa: E402
 from datasets.distributed import split_dataset_by_node  # noqa: E402
 
 BACKENDS: list[Any] = [*LIKE_TORCHS_PROCESSES, "threads", Threads(copy_dataset=True)]
-NAMES = [*map(str, LIKE_TORCHS_PROCESSES), "threads", "threads that copy"]
 EPOCHS = 2
 SHARDS, IN_SHARD = 3, 5
 
@@ -118,21 +117,15 @@ def test_r33_a_table_is_asked_for_whole_batches(
 
 @pytest.mark.filterwarnings("ignore:stage 'DataLoader'. the dataset has 3 shards")
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize(
-    ("workers", "backend"),
-    [*WITH_WORKERS, (SHARDS + 2, "threads"), (SHARDS + 1, "fork")],
-    ids=[*NAMES, "more threads than shards", "more processes than shards"],
-)
-def test_r29_r30_losses_of_a_stream_are_those_of_torchs_loader(
-    workers: int, backend: Any, persistent: bool
-) -> None:
+def test_r29_r30_losses_of_a_stream_are_those_of_torchs_loader(persistent: bool) -> None:
     """Each epoch is shuffled otherwise, which workers that stay can only know by shared memory."""
-    data = stream()
-    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
-    loader = DataLoader(data, batch_size=4, backend=backend, **options)
-    wanted = torchs_on_a_stream(workers)
-    assert trained(loader, data, epochs=True) == wanted
-    assert len(set(wanted)) == len(wanted)
+    for workers, backend in [*WITH_WORKERS, (SHARDS + 2, "threads"), (SHARDS + 1, "fork")]:
+        data = stream()
+        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
+        loader = DataLoader(data, batch_size=4, backend=backend, **options)
+        wanted = torchs_on_a_stream(workers)
+        assert trained(loader, data, epochs=True) == wanted, (workers, backend)
+        assert len(set(wanted)) == len(wanted)
 
 
 @pytest.mark.slow  # the worker imports datasets

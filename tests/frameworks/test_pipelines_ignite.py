@@ -35,7 +35,7 @@ def stopped(loader: PipelineLoader, stop: int, seen: list[Any], **options: Any) 
 
 
 @pytest.mark.parametrize(("make", "batches"), [(counted, 5), (uncounted, 4)])
-@pytest.mark.parametrize("stop", [3, 4, 5, 7])
+@pytest.mark.parametrize("stop", [3, 5, 7])
 def test_engine_and_loader_resume_after_any_step(make: Any, batches: int, stop: int) -> None:
     options = {} if make is counted else {"epoch_length": batches}
     seen: list[Any] = []

@@ -1,6 +1,6 @@
 """`StatefulDataLoader` without torchdata: its form, states that torchdata saved, and what is our own.
 
-tests/frameworks/test_torchdata_states.py holds it against torchdata itself.
+tests/frameworks/test_torchdata.py holds it against torchdata itself.
 """
 
 from __future__ import annotations
