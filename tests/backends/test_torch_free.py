@@ -271,7 +271,7 @@ class Views:
 
 def test_views_of_one_storage_and_shared_tensors_stay_so_in_the_workers() -> None:
     dataset = Views()
-    found = told(dataset, 2)
+    found = samples_of(dataset, 2)
     assert found == [(k // 2 + 1.0, True, k + 1.0) for k in range(4)]
     assert dataset.right[10_000] == 0  # private
     assert dataset.shared[100:104].tolist() == [1, 2, 3, 4]  # shared

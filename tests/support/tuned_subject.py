@@ -10,7 +10,6 @@ from typing import Any
 from hybridloader.loader.dataloader import Auto
 from hybridloader.tuning import tune as choosing
 from hybridloader.tuning.planner import INLINE, Costs, Limits, Place, Plan, Stage, Trial, price
-from hybridloader.tuning.script_loader import FirstLoader, TunedEnd
 from hybridloader.tuning.subjects import (
     Empty,
     LoaderSubject,
@@ -19,7 +18,7 @@ from hybridloader.tuning.subjects import (
     rates_of,
     subject_of,
 )
-from hybridloader.tuning.tune import Tuner, Tuning
+from hybridloader.tuning.tune import FirstLoader, TunedEnd, Tuner, Tuning
 from support.manual_clock import Clock
 
 __all__ = ["INLINE", "Auto", "Empty", "FirstLoader", "Limits", "LoaderSubject", "Place", "Trial"]
