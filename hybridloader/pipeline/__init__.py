@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
-    from hybridloader.pipeline.operators.batches import Pad as Pad
+    from hybridloader.pipeline.batches import Pad as Pad
     from hybridloader.running.operator import Operator as Operator
     from hybridloader.running.operator import Placement as Placement
     from hybridloader.running.run import Epochs as Epochs
@@ -17,7 +17,7 @@ __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
         ".running.operator": "Operator Placement",
-        "operators.batches": "Pad",
+        "batches": "Pad",
         ".running.run": "Epochs Run",
     },
 )

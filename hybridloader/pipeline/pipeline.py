@@ -21,9 +21,9 @@ from hybridloader.devices.pinning import AHEAD, BUFFER_BYTES
 from hybridloader.fetching.collate import WithoutTorch
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.fetching.shards import names_shards
-from hybridloader.pipeline.operators.batches import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
-from hybridloader.pipeline.operators.cache import Cache, fingerprint_of_steps, ranks_of_steps
-from hybridloader.pipeline.operators.joins import (
+from hybridloader.pipeline.batches import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
+from hybridloader.pipeline.cache import Cache, fingerprint_of_steps, ranks_of_steps
+from hybridloader.pipeline.joins import (
     Branch,
     Concat,
     Interleave,
@@ -32,7 +32,7 @@ from hybridloader.pipeline.operators.joins import (
     Weights,
     Zip,
 )
-from hybridloader.pipeline.operators.order import (
+from hybridloader.pipeline.order import (
     Enumerate,
     Repeat,
     ShardByRank,
@@ -40,8 +40,8 @@ from hybridloader.pipeline.operators.order import (
     SkipFirst,
     Take,
 )
-from hybridloader.pipeline.operators.pack import Pack
-from hybridloader.pipeline.operators.sources import (
+from hybridloader.pipeline.pack import Pack
+from hybridloader.pipeline.sources import (
     Filter,
     FlatMap,
     Indices,

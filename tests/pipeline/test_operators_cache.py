@@ -224,7 +224,7 @@ def test_any_failure_to_write_is_told_once_and_costs_only_the_cache(
     def one_pass() -> list[Any]:
         begun = [] if at == 0 else [Kept(file).begin(*items)]
         first = [next(run) for run in begun]
-        monkeypatch.setattr(f"hybridloader.pipeline.operators.cache.{name}", replacement)
+        monkeypatch.setattr(f"hybridloader.pipeline.cache.{name}", replacement)
         return first + drain(begun[0] if begun else Kept(file).begin(*items))
 
     with pytest.warns(UserWarning, match="continues without a cache") as told:
@@ -238,7 +238,7 @@ def test_any_failure_to_write_is_told_once_and_costs_only_the_cache(
 def test_writes_may_be_partial(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     monkeypatch.setattr(
-        "hybridloader.pipeline.operators.cache.os.write",
+        "hybridloader.pipeline.cache.os.write",
         lambda fd, view: real(fd, view[:1000]),
     )
     item = np.arange(30_000)
@@ -251,9 +251,7 @@ def test_an_interrupt_while_writing_leaves_nothing(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Kept(file).begin(LARGE, 2)
-    monkeypatch.setattr(
-        "hybridloader.pipeline.operators.cache._write", failing(KeyboardInterrupt())
-    )
+    monkeypatch.setattr("hybridloader.pipeline.cache._write", failing(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         next(found)
     monkeypatch.undo()

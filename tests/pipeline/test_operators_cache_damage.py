@@ -110,7 +110,7 @@ def test_digests_are_checked_before_anything_is_unpickled(
     file.write_bytes(whole)
     unpickled = []
     monkeypatch.setattr(
-        "hybridloader.pipeline.operators.cache.unpack", lambda *parts: unpickled.append(parts)
+        "hybridloader.pipeline.cache.unpack", lambda *parts: unpickled.append(parts)
     )
     run = Kept(file).again()
     next(run)

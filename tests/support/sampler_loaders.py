@@ -137,7 +137,7 @@ class Every:
 
 def pace(patch: pytest.MonkeyPatch, steps: int) -> None:
     """Have states taken at the first step and then every `steps` steps; by itself their cost decides."""
-    for module in ("engine.dataset_state", "loader.samplers", "pipeline.operators.sources"):
+    for module in ("engine.dataset_state", "loader.samplers", "pipeline.sources"):
         patch.setattr(f"hybridloader.{module}.Cadence", lambda **_: Every(steps))
 
 

@@ -25,7 +25,7 @@ from hybridloader.devices.pinning import like
 from hybridloader.fetching.collate import is_default_collate, slot_for, teach_torch
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
 from hybridloader.memory.slots import PrivateSlots, set_slots
-from hybridloader.pipeline.operators.order import numbers_in, packed, unpacked
+from hybridloader.pipeline.order import numbers_in, packed, unpacked
 from hybridloader.running.operator import (
     INFINITE,
     Context,

@@ -1,1 +1,0 @@
-"""Operators of pipelines, a small class for each."""
