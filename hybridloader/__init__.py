@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from hybridloader.backends.ray import Ray as Ray
     from hybridloader.backends.threads import Inline as Inline
     from hybridloader.backends.threads import Threads as Threads
-    from hybridloader.compat.from_torch import from_torch as from_torch
-    from hybridloader.compat.install import install as install
-    from hybridloader.compat.install import uninstall as uninstall
+    from hybridloader.compat.torch_loaders import from_torch as from_torch
+    from hybridloader.compat.torch_loaders import install as install
+    from hybridloader.compat.torch_loaders import uninstall as uninstall
     from hybridloader.devices.pinning import Transfer as Transfer
     from hybridloader.engine.stage import RestartPolicy as RestartPolicy
     from hybridloader.engine.worker import get_worker_info as get_worker_info
@@ -59,8 +59,7 @@ __getattr__, __dir__, __all__ = lazily(
         "backends.process.backend": "Fork SharedMemory Spawn",
         "backends.ray": "Ray",
         "backends.threads": "Inline Threads",
-        "compat.from_torch": "from_torch",
-        "compat.install": "install uninstall",
+        "compat.torch_loaders": "from_torch install uninstall",
         "devices.pinning": "Transfer",
         "engine.stage": "RestartPolicy",
         "engine.worker": "get_worker_info",

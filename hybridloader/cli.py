@@ -299,7 +299,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 def _run(arguments: argparse.Namespace) -> str | None:
     """Run a script; return the error in the input as one line, or None."""
     from hybridloader.compat import script
-    from hybridloader.compat.install import install
+    from hybridloader.compat.torch_loaders import install
     from hybridloader.loader.options import OptionWords
 
     options: Any = {

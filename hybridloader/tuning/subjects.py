@@ -23,7 +23,7 @@ import torch.utils.data
 
 from hybridloader._support.text import beginning
 from hybridloader._support.user_objects import attribute, described, has
-from hybridloader.compat.from_torch import from_torch
+from hybridloader.compat.torch_loaders import from_torch
 from hybridloader.engine.contract import get_backend
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.loader.dataloader import DataLoader

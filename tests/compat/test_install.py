@@ -253,5 +253,5 @@ class Installs:
 
 def test_a_fork_while_another_thread_installs_does_not_hang_the_child() -> None:
     loader: Any = DataLoader(Installs(), None, num_workers=1, backend="fork", timeout=60)  # type: ignore[arg-type]
-    with sys.modules["hybridloader.compat.install"]._place.lock:
+    with sys.modules["hybridloader.compat.torch_loaders"]._place.lock:
         assert list(loader) == [True]
