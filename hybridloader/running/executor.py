@@ -39,7 +39,6 @@ from hybridloader.fetching.collate import with_entries
 from hybridloader.fetching.on_error import ErrorBudget, FailureLog, Skipped
 from hybridloader.fetching.readers import MapFetch, ReadersFetch, WorkFetch
 from hybridloader.fetching.shards import ShardDivision, readers_share_of
-from hybridloader.observe.measures import StageMeasures
 from hybridloader.observe.observation import Observation, Observe
 from hybridloader.observe.tracing import LocalSlices
 from hybridloader.running.flow import (
@@ -47,7 +46,7 @@ from hybridloader.running.flow import (
     LoggedItems,
     ReaderItems,
     ReaderTaskSizes,
-    RelayDepth,
+    RunningRelay,
     RunningStage,
     Sending,
     Skipping,
@@ -198,7 +197,7 @@ class Executor(Runner):
         self._pinners: dict[Any, Pinner | None] = {}  # by the function that makes them
         self.relays: dict[Path, RunningRelay] = {}
         self.initialized: set[Path] = set()  # nodes without workers that had their `worker_init_fn`
-        self._coroutines: list[Any] = []  # of functions without workers
+        self.coroutines: list[Any] = []  # of functions without workers, cancelled with their epoch
         self.inline: dict[tuple[Path, int], TaskContext] = {}  # of these, too, in the latest pass
         self._ending = threading.RLock()
         if resumed is None:
@@ -254,7 +253,12 @@ class Executor(Runner):
                 prefetch=placement.prefetch,
                 buffer_bytes=placement.buffer_bytes,
             )
-            measures = self._measures(node, fetch)
+            measures = None
+            if self.observation is not None:
+                key, window = (self._number, node.path), placement.at_hand * placement.num_workers
+                measures = self.observation.measures(
+                    node.name, key, node.backend, fetch, placement.num_workers, window, each=True
+                )
         else:
             flow, measures = found.flow, found.measures
 
@@ -302,15 +306,6 @@ class Executor(Runner):
             if stage is not None:
                 stage.close()
             raise no_answer(IteratorClosed("the pipeline was closed"))
-
-    def _measures(self, node: WorkerNode, fetch: Fetch) -> StageMeasures | None:
-        if self.observation is None:
-            return None
-        workers, key = node.placement.num_workers, (self._number, node.path)
-        window = node.placement.at_hand * workers
-        return self.observation.measures(
-            node.name, key, node.backend, fetch, workers, window, each=True
-        )
 
     def _spec(self, node: WorkerNode, fetch: Fetch) -> WorkerSpec:
         placement = node.placement
@@ -397,18 +392,6 @@ class Executor(Runner):
                 running.replace(relay)
         return running
 
-    def add_inline(self, path: Path, number: int, context: TaskContext) -> None:
-        """Continue the counts of a function without workers, one of those at `path`."""
-        before = self.inline.get((path, number))
-        if before is not None:
-            context.retried += before.retried
-            context.parts = before.parts
-        self.inline[path, number] = context
-
-    def add_coroutines(self, coroutines: Any) -> None:
-        """Take charge of coroutines without workers: they are cancelled when the epoch is left."""
-        self._coroutines = [*(one for one in self._coroutines if one.is_open), coroutines]
-
     def pinner_of(self, node: RelayNode) -> Pinner | None:
         """Return the pinner of a relay's items: made once, for the device that is current then."""
         make = node.options.pinner
@@ -483,11 +466,7 @@ class Executor(Runner):
                     "no state has the rest; omit in_order, or take the state between epochs"
                 )
         own = self.seed, self.seeded, position.epoch, *counts, finished, dict(self._drawn), saved
-        return Position(*own, *self._shares, heads).as_dict(self.descriptions)
-
-    @functools.cached_property
-    def _shares(self) -> tuple[list[int], list[int]]:
-        return shares_of(self.chain)
+        return Position(*own, *shares_of(self.chain), heads).as_dict(self.descriptions)
 
     @functools.cached_property
     def descriptions(self) -> list[str]:
@@ -530,7 +509,7 @@ class Executor(Runner):
 
     def interrupt(self) -> list[Relay]:
         relays = super().interrupt()
-        for coroutines in [*self._coroutines]:
+        for coroutines in [*self.coroutines]:
             coroutines.close()
         return relays
 
@@ -563,28 +542,6 @@ def drawn() -> int:
     if torch is None:
         return random.getrandbits(62)
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-
-
-class RunningRelay:
-    """A relay that runs; its queue counts on from those of the relays that had its place before.
-
-    `before` are the nodes of its chain that are before it; `stage` is the one that it pulls, if any.
-    """
-
-    def __init__(self, node: RelayNode, before: tuple[Node, ...], relay: Relay) -> None:
-        self.node, self.before, self.relay = node, before, relay
-        self.began = time.perf_counter()
-        self.depth: RelayDepth | None = None
-        self.stage: StageItems | None = None
-
-    def replace(self, relay: Relay) -> None:
-        """Put `relay` in the place of the one before it."""
-        self.relay.shut()
-        before, queue = self.relay.queue, relay.queue
-        queue.count, queue.sleeps = before.count, before.sleeps
-        if queue.sleeps is not None:
-            queue.sleeps.begin_again(queue.items)
-        self.relay = relay
 
 
 def shard_division(node: WorkerNode) -> ShardDivision | None:
@@ -849,9 +806,14 @@ class ChainPass:
                     budget,
                     numbered=numbered,
                 )
-                executor.add_inline(node.path, number, found.context)
+                earlier = executor.inline.get((node.path, number))
+                if earlier is not None:  # of a pass before, whose counts go on
+                    found.context.retried += earlier.retried
+                    found.context.parts = earlier.parts
+                executor.inline[node.path, number] = found.context
                 if found.coroutines is not None:
-                    executor.add_coroutines(found.coroutines)
+                    still_open = [one for one in executor.coroutines if one.is_open]
+                    executor.coroutines = [*still_open, found.coroutines]
                 if ledger is not None and number == 0:
                     several = any(work.makes_several for work in node.works)
                     found.log(ledger, SEVERAL if several else ONE_EACH)
@@ -880,9 +842,8 @@ class ChainPass:
             stage.flow.relay = relay.queue
         running = executor.add_relay(node, self.plan.nodes[:at], relay)
         running.stage = stage if isinstance(stage, StageItems) else None
-        running.depth = RelayDepth(relay, node.least) if node.options.depth is None else None
-        if running.depth is not None and running.stage is not None:
-            running.depth.couple(running.stage)
+        if running.stage is not None:
+            running.couple(running.stage)
         self._started.append(relay)
         return relay if pinner is None else Taking(relay, pinner)
 
@@ -939,10 +900,10 @@ class ChainPass:
         )
         found = StageItems(stage, items, batching, budget, self._ledger(node, begins))
         relay = self.executor.relays.get((*self.plan.path, at - 1))
-        if relay is not None and relay.depth is not None:
-            relay.depth.couple(found)
-        if relay is not None and relay.stage is not None and relay.stage.forwarded:
-            relay.stage.batching.no_larger_than(batching)  # its results can't be divided here
+        if relay is not None:
+            relay.couple(found)
+            if relay.stage is not None and relay.stage.forwarded:
+                relay.stage.batching.no_larger_than(batching)  # its results can't be divided here
         found.begin(batching, changes, self.epoch, begins.taken)
         return found
 

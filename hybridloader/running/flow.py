@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from time import perf_counter
 from typing import Any
 
 from hybridloader._support.text import warn_once
@@ -40,32 +41,9 @@ from hybridloader.fetching.on_error import (
 from hybridloader.fetching.readers import Step
 from hybridloader.observe.measures import StageMeasures
 from hybridloader.running.operator import OperatorIterator
-from hybridloader.running.plan import WorkerNode
+from hybridloader.running.plan import Node, RelayNode, WorkerNode
 from hybridloader.running.state import ONE_EACH, Ledger, Numbers, ReaderLog, ReaderStarts, Turn
 from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
-
-
-class RelayDepth:
-    """Depth of a relay, twice the task size of the stage beside it with the larger tasks.
-
-    A flatter relay would wake a thread for each item, and a stage after it would get smaller tasks. Two
-    tasks are at most 24 ms of work, or 8 MiB.
-    """
-
-    def __init__(self, relay: Relay, least: int) -> None:
-        self._relay, self._least = relay, least
-        self._beside: list[TaskBatching] = []
-
-    def couple(self, stage: StageItems) -> None:
-        """Follow the task size of one more stage."""
-        self._beside.append(stage.batching)
-        stage.depths.append(self)
-        self.adjust()
-
-    def adjust(self) -> None:
-        """Take the task sizes as they are now."""
-        size = max(batching.size for batching in self._beside)
-        self._relay.queue.depth = max(self._least, 2 * size)
 
 
 @dataclass
@@ -78,6 +56,43 @@ class RunningStage:
     measures: StageMeasures | None  # None: not observed
     watch: DatasetChanges | None
     readers: ReaderItems | None = None
+
+
+class RunningRelay:
+    """A relay that runs; its queue counts on from those of the relays that had its place before.
+
+    `before` are the nodes of its chain that are before it. Unless the user has set its depth, that is
+    twice the task size of the stage beside it with the larger tasks. A flatter relay would wake a thread
+    for each item, and a stage after it would get smaller tasks. Two tasks are at most 24 ms of work, or
+    8 MiB.
+    """
+
+    def __init__(self, node: RelayNode, before: tuple[Node, ...], relay: Relay) -> None:
+        self.node, self.before, self.relay = node, before, relay
+        self.began = perf_counter()
+        self.stage: StageItems | None = None  # that it pulls, if any
+        self._beside: list[TaskBatching] = []
+
+    def replace(self, relay: Relay) -> None:
+        """Put `relay` in the place of the one before it."""
+        self.relay.shut()
+        before, queue = self.relay.queue, relay.queue
+        queue.count, queue.sleeps = before.count, before.sleeps
+        if queue.sleeps is not None:
+            queue.sleeps.begin_again(queue.items)
+        self.relay, self._beside = relay, []
+
+    def couple(self, stage: StageItems) -> None:
+        """Follow the task size of one more stage."""
+        if self.node.options.depth is None:
+            self._beside.append(stage.batching)
+            stage.relays.append(self)
+            self.adjust()
+
+    def adjust(self) -> None:
+        """Take the task sizes as they are now."""
+        size = max(batching.size for batching in self._beside)
+        self.relay.queue.depth = max(self.node.least, 2 * size)
 
 
 _NONE: Mapping[str, Any] = {}
@@ -145,7 +160,7 @@ class StageItems(StageIterator):
         super().__init__(running, budget)
         self._ledger, self._items = ledger, items
         self.batching, self.forwarded = batching, running.node.forwarded
-        self.depths: list[RelayDepth] = []  # of the relays before and after
+        self.relays: list[RunningRelay] = []  # before and after
         self.flow.learn = self._learn
         # All the mutable state:
         self._results: Iterator[Any] = iter(())
@@ -155,8 +170,8 @@ class StageItems(StageIterator):
         before = self.batching.size
         self.batching.learn(items, seconds, nbytes)
         if self.batching.size != before:
-            for depth in self.depths:
-                depth.adjust()
+            for relay in self.relays:
+                relay.adjust()
 
     def _next(self, wait: bool) -> Any:
         while True:
