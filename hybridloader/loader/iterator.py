@@ -184,19 +184,22 @@ class _PinningIterator(Iterator[Any]):
 class PinnedResults(Iterator[Any]):
     """Results of one epoch, for the consumer's thread; it takes the place of the stage.
 
-    `source` provides the indices of the stage's `feed`; None if the stage draws them itself.
+    It waits `timeout` seconds for one result; 0 waits forever. `source` provides the indices of the
+    stage's `feed`; without a feed the stage draws them itself, on the pinning thread.
     """
 
     def __init__(
         self,
-        thread: PinThread,
+        thread: Runner,
         stage: Stage,
+        pinner: Pinner,
         relay: Relay,
-        feed: IndexFeed,
+        timeout: float,
+        feed: IndexFeed | None,
         source: Iterator[Any] | None,
     ) -> None:
-        self._thread, self._stage, self._relay, self._timeout = thread, stage, relay, thread.timeout
-        self._feed, self._pinner, self._epoch = feed, thread.pinner, stage.epoch
+        self._thread, self._stage, self._relay, self._timeout = thread, stage, relay, timeout
+        self._feed, self._pinner, self._epoch = feed, pinner, stage.epoch
         # All the mutable state:
         self.last = Last()
         self._source = source
@@ -214,7 +217,8 @@ class PinnedResults(Iterator[Any]):
         before = last.seq
         last.seq, last.worker, last.position, last.extras = queued[:4]
         try:
-            self._source = self._feed.draw_from(self._source)
+            if self._feed is not None:
+                self._source = self._feed.draw_from(self._source)
             if queued.error is not None:
                 self._failed = queued.final
                 queued.error.throw()
@@ -245,59 +249,6 @@ class PinnedResults(Iterator[Any]):
             raise
         self._stage.pull(self._epoch, wait=True)  # raises the reason
         raise no_answer(IteratorClosed("this epoch was ended early"))
-
-
-class PinThread(Runner):
-    """Pinning threads of one loader iterator: one thread per epoch, and never two that pull at once.
-
-    The consumer waits `timeout` seconds for one result; 0 waits forever.
-    """
-
-    def __init__(self, pinner: Pinner, timeout: float) -> None:
-        super().__init__()
-        self.pinner, self.timeout = pinner, timeout
-
-    def begin(
-        self,
-        stage: Stage,
-        source: Iterator[Any],
-        shared_seed: int | None,
-        changes: tuple[Change, ...],
-        epoch: int,
-        *,
-        window: int,
-        first: int,
-        observation: LoaderObservation | None = None,
-    ) -> PinnedResults:
-        """Begin an epoch with batches numbered from `first`; `break_off` must have ended the last one.
-
-        `window` indices of `source` are drawn in advance. If it is 0, the stage draws the indices, on
-        the pinning thread.
-        """
-        feed, pinner = IndexFeed(), self.pinner
-        left: Iterator[Any] | None = source if window else None
-        for _ in range(window):
-            left = feed.draw_from(left)
-        stage.begin(feed if window else source, shared_seed, changes, epoch)
-        waits = None if observation is None else Waits(BRIEF)
-        relay = Relay(
-            _PinningIterator(stage, pinner, first, waits),
-            f"hybridloader-{pinner.stage}",
-            depth=pinner.batches_ahead,
-            weigh=attrgetter("size"),
-            limit=pinner.buffer_bytes,
-            prepare=pinner.prepare,
-        )
-        if observation is not None and waits is not None:
-            observation.pinned(pinner.stage, relay.queue, waits)
-        self.running_stages, self.running_relays = [stage], [relay]
-        relay.start()
-        return PinnedResults(self, stage, relay, feed, left)
-
-    @property
-    def empty(self) -> bool:
-        """True if no batch or error waits in the queue."""
-        return not any(relay.queue.items for relay in self.running_relays)
 
 
 STAGE, SAMPLER = "DataLoader", "sampler"  # names of the rows of the stage and of the sampler
@@ -442,9 +393,11 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._watch = DatasetChanges(self._dataset) if self._persistent_workers else None
         self._origin = self._new_origin()
         self._pinner = pinner_for(options.device, pin_memory=bool(plan.pin_memory))
-        self._pin_thread: PinThread | None = None
+        self._pin_thread: Runner | None = (
+            None  # one thread per epoch, and never two that pull at once
+        )
         if self._pinner is not None and self._num_workers and not self._backend.in_caller:
-            self._pin_thread = PinThread(self._pinner, self._timeout)
+            self._pin_thread = Runner()
             closed_with(self, self._pin_thread)
         fetch = self._new_fetch()
         self._observation: LoaderObservation | None = None
@@ -658,27 +611,38 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _results(
         self, source: Iterator[Any], progress: Progress, changes: tuple[Change, ...]
     ) -> Results:
-        """Begin an epoch of the stage; return its results, for this thread."""
-        stage, thread = self._stage, self._pin_thread
-        epoch = 0 if self._origin is None else self._origin.epoch  # by which samples are seeded
-        if thread is None:
-            stage.begin(source, self._shared_seed, changes, epoch)
+        """Begin an epoch of the stage; return its results, for this thread.
+
+        With a pinning thread, `break_off` must have ended the epoch before.
+        """
+        stage, thread, pinner = self._stage, self._pin_thread, self._pinner
+        seed, epoch = self._shared_seed, 0 if self._origin is None else self._origin.epoch
+        if thread is None or pinner is None:
+            stage.begin(source, seed, changes, epoch)
             return stage
-        # torch draws this many before the first batch. An iterable dataset ignores indices.
-        window = self._prefetch_factor * self._num_workers
-        if progress.iterable or self._reorder is not None:
-            window = 0
-        seed, first = self._shared_seed, progress.yielded
-        return thread.begin(
-            stage,
-            source,
-            seed,
-            changes,
-            epoch,
-            window=window,
-            first=first,
-            observation=self._observation,
+        feed, left, waits = None, None, None
+        if (
+            not progress.iterable and self._reorder is None
+        ):  # else indices are ignored, or may be late
+            feed, left = IndexFeed(), source
+            for _ in range(self._prefetch_factor * self._num_workers):  # as torch does at first
+                left = feed.draw_from(left)
+        stage.begin(feed or source, seed, changes, epoch)
+        if self._observation is not None:
+            waits = Waits(BRIEF)
+        relay = Relay(
+            _PinningIterator(stage, pinner, progress.yielded, waits),
+            f"hybridloader-{pinner.stage}",
+            depth=pinner.batches_ahead,
+            weigh=attrgetter("size"),
+            limit=pinner.buffer_bytes,
+            prepare=pinner.prepare,
         )
+        if self._observation is not None and waits is not None:
+            self._observation.pinned(pinner.stage, relay.queue, waits)
+        thread.running_stages, thread.running_relays = [stage], [relay]
+        relay.start()
+        return PinnedResults(thread, stage, pinner, relay, self._timeout, feed, left)
 
     def _discard(self, count: int) -> None:
         for done in range(count):
@@ -792,8 +756,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._observation.end()
 
     def __enter__(self) -> LoaderIterator:
-        thread = self._pin_thread
-        if self._stage.closed and (thread is None or thread.empty):
+        relays = () if self._pin_thread is None else self._pin_thread.running_relays
+        if self._stage.closed and not any(relay.queue.items for relay in relays):
             raise IteratorClosed("this iterator is closed")
         return self
 
