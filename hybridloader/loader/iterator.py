@@ -31,7 +31,6 @@ from hybridloader._support.states import is_stateful, warn_of_few_shards
 from hybridloader._support.store_use import uses
 from hybridloader._support.text import warn_once
 from hybridloader._support.threads import Waits
-from hybridloader._support.torch_env import seed_datapipe
 from hybridloader._support.user_objects import ENDS, Failure, Raised, add_note, is_ours, no_answer
 from hybridloader.devices.pinning import Pinner, Sent, pinner_for
 from hybridloader.engine.contract import Backend, WorkerHandle, closed_with, park_at_exit
@@ -47,7 +46,7 @@ from hybridloader.fetching.readers import IterableFetch, MapFetch
 from hybridloader.fetching.shards import share_of
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import FullBatches, Progress, Results
-from hybridloader.loader.state import Begins, Drawn, PassStart, ResumedDispatch
+from hybridloader.loader.state import Begins, PassStart, ResumedDispatch
 from hybridloader.observe.figures import Faults, LoopRecord, StageRecord
 from hybridloader.observe.headroom_trials import KeptBatches, Reuse
 from hybridloader.observe.measures import BRIEF, LoopWaits, SourceTimes, record_of_relay
@@ -375,7 +374,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._pass_start = PassStart(plan, again=False)
         with self._pass_start.generators_restored():
             super().__init__(loader)
-            self._resume()
+            self._pass_start.replace_draws(self)
         self._plan, self._backend, options = plan, plan.backend, plan.options
         # torch's base class keeps numpy integers as they are.
         self._num_workers = int(plan.num_workers)
@@ -530,7 +529,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._pass_start = PassStart(self._plan.again(loader), again=True)
         with self._pass_start.generators_restored():
             super()._reset(loader)
-            self._resume()
+            self._pass_start.replace_draws(self)
         before, origin = self._origin, self._new_origin()
         self._origin = origin
         if self._pass_start.loads or (before and origin and before.seed != origin.seed):
@@ -538,14 +537,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._stage.closed:  # also after a worker died, or the iterator was closed
             self._stage = self._start(self._new_fetch())
         self._begin(() if self._watch is None else self._watch.changes())
-
-    def _resume(self) -> None:
-        """Replace the values that torch's base class has drawn by those of the state."""
-        drawn = Drawn(self._sampler_iter, int(self._base_seed), self._shared_seed)
-        drawn = self._pass_start.resumed(drawn)
-        if drawn.shared_seed is not None and drawn.shared_seed != self._shared_seed:
-            self._dataset = seed_datapipe(self._dataset, drawn.shared_seed)
-        self._sampler_iter, self._base_seed, self._shared_seed = drawn
 
     def _new_origin(self) -> Origin | None:
         """Return seed and epoch of the samples, for workers; None if samples are not seeded.

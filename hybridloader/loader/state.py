@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -39,7 +39,7 @@ from hybridloader._support.states import (
     taken,
 )
 from hybridloader._support.text import INFO, log, warn, warn_once
-from hybridloader._support.torch_env import is_datapipe
+from hybridloader._support.torch_env import is_datapipe, seed_datapipe
 from hybridloader._support.user_objects import attribute, described, has, length_of
 from hybridloader.engine.dataset_state import ShardStart, load_for_epoch, undo_load
 from hybridloader.engine.scheduler import ACTIVE, Dispatch, Scheduler, round_robin
@@ -501,14 +501,6 @@ class ResumedDispatch:
         return self._rule(scheduler)
 
 
-class Drawn(NamedTuple):
-    """Values that torch's base class draws for an epoch; those of a loaded state replace them."""
-
-    indices: Iterator[Any]  # iterator of the sampler
-    base_seed: int  # seed of the workers
-    shared_seed: int | None  # seed that data pipes share among ranks; None for other datasets
-
-
 class PassStart:
     """Start of one epoch; `again` if the workers of the previous epoch are kept."""
 
@@ -573,26 +565,26 @@ class PassStart:
             if self._plan.num_workers:  # only copies of it begin an epoch
                 undo_load(self._plan.dataset)
 
-    def resumed(self, drawn: Drawn) -> Drawn:
-        """Return `drawn`, torch's draws for a new epoch, with the values of the loaded state."""
+    def replace_draws(self, iterator: Any) -> None:
+        """Replace the values that torch's base class has drawn for `iterator` by those of the state."""
         resume, plan, begins = self.resume, self._plan, self.resume.begins
         if begins is Begins.AS_TORCH:
-            return drawn
+            return
         if resume.base_seed is not None:
-            drawn = drawn._replace(base_seed=resume.base_seed)
-        if resume.shared_seed is not None:
-            drawn = drawn._replace(shared_seed=resume.shared_seed)
-        if plan.iterable and not (begins is Begins.FRESH and drawn.shared_seed is None):
+            iterator._base_seed = resume.base_seed
+        if resume.shared_seed not in (None, iterator._shared_seed):
+            iterator._shared_seed = resume.shared_seed
+            iterator._dataset = seed_datapipe(iterator._dataset, resume.shared_seed)
+        if plan.iterable and not (begins is Begins.FRESH and iterator._shared_seed is None):
             if resume.as_they_stand and begins is Begins.OVER and resume.base_seed is None:
                 # A different seed from that of the finished epoch.
-                return drawn._replace(base_seed=plan.samplers.draw_seed())
-            return drawn
+                iterator._base_seed = plan.samplers.draw_seed()
+            return
         if begins is Begins.FRESH:  # undo torch's draws: they are drawn again, or must not be drawn
             torch.set_rng_state(self._default)
-        indices, seed = self._indices(resume)
+        iterator._sampler_iter, seed = self._indices(resume)
         if resume.base_seed is None and seed is not None:
-            drawn = drawn._replace(base_seed=seed)
-        return drawn._replace(indices=indices)
+            iterator._base_seed = seed
 
     def _indices(self, resume: ResumePoint) -> IndicesAndSeed:
         samplers, replay = self._plan.samplers, resume.replay
