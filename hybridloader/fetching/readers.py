@@ -747,7 +747,14 @@ class Step:
         function = self.function
         rng = None if context.rng is None else context.rng.for_function(number)
         if isinstance(function, MapFetch):
-            return self._open_fetch(context, rng, on_error)
+            fetcher = self.fetcher(context, rng, on_error)
+            kind, fetch = self.kind, fetcher.fetch
+            if fetcher.tolerant:
+                kind, fetch = "batch", fetcher.attempt
+            function = context.timed(self.name, fetch, SEEN)
+            if rng is None:
+                return kind, function
+            return kind, lambda item: rng.task(fetcher.key, function, item)
         setup, aclose = attribute(function, "setup"), None
         if callable(setup) and not isinstance(function, type):
             made = context.set_up.get(number)
@@ -776,18 +783,6 @@ class Step:
         if fetch.batched and on_error is not None:
             fetch = replace(fetch, on_error=on_error, fill=False)
         return fetch.open(None, context)
-
-    def _open_fetch(
-        self, context: TaskContext, rng: SampleRng | None, on_error: Policy | None
-    ) -> tuple[str, Callable[[Any], Any]]:
-        fetcher = self.fetcher(context, rng, on_error)
-        kind, fetch = self.kind, fetcher.fetch
-        if fetcher.tolerant:
-            kind, fetch = "batch", fetcher.attempt
-        function = context.timed(self.name, fetch, SEEN)
-        if rng is None:
-            return kind, function
-        return kind, lambda item: rng.task(fetcher.key, function, item)
 
 
 @dataclass(frozen=True)

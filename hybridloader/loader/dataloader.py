@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
 
     from hybridloader.devices.pinning import Transfer
-    from hybridloader.engine.contract import Backend
     from hybridloader.engine.stage import RestartPolicy
     from hybridloader.fetching.on_error import Replace, Retry, Skip, Skipped
     from hybridloader.memory.accelerator import Accelerator

@@ -129,12 +129,6 @@ class _Batches(Iterator[list[int]]):
         self._samples.load_state_dict(state["sampler_iter_state"])
 
 
-def makes_fresh_states(iterator: Any) -> bool:
-    """Return True if each state of `iterator` is a new dict that does not change later."""
-    samples = iterator._samples if type(iterator) is _Batches else iterator
-    return type(samples) is _Permutation
-
-
 def is_plain(batches: Any) -> bool:
     """Return True if a batch sampler draws nothing ahead of its batches, as torch's does."""
     return type(batches) is BatchSampler or type(batches) is BatchOrder
@@ -307,7 +301,8 @@ class Samplers(NamedTuple):
         if iterator is None and is_ours(stateful):
             # It makes a new dict of two numbers each time.
             return lambda: SamplerState(Kept(stateful.state_dict()), None), None
-        if stateful is None and makes_fresh_states(iterator):
+        samples = iterator._samples if type(iterator) is _Batches else iterator
+        if stateful is None and type(samples) is _Permutation:  # so does this one
             return lambda: SamplerState(None, Kept(iterator.state_dict())), None
 
         def take() -> SamplerState:

@@ -516,7 +516,16 @@ class Reader(Iterator[Any]):
         self.path = path
         self.next = 0  # number of the next record
         with open(path, "rb", opener=lambda name, _: os.open(name, _HOW)) as file:
-            self._check_owner(os.fstat(file.fileno()))
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise CacheError(f"{path!r} is no file; give another path")
+            somebody = _who_else(found)
+            if somebody is not None:
+                raise CacheError(
+                    f"the cache file {path!r} is not read, because {somebody}, and reading a cache runs "
+                    "code from it; delete it to have it written again, or, if you trust it, make it "
+                    "yours alone (chown, chmod 600)"
+                )
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise CacheError(
                     f"{path!r} is not a cache file; pass another path, or delete it if it is not needed"
@@ -566,17 +575,6 @@ class Reader(Iterator[Any]):
             self._map.close()
         except BufferError:
             pass
-
-    def _check_owner(self, found: os.stat_result) -> None:
-        if not stat.S_ISREG(found.st_mode):
-            raise CacheError(f"{self.path!r} is no file; give another path")
-        somebody = _who_else(found)
-        if somebody is not None:
-            raise CacheError(
-                f"the cache file {self.path!r} is not read, because {somebody}, and reading a cache "
-                "runs code from it; delete it to have it written again, or, if you trust it, make it "
-                "yours alone (chown, chmod 600)"
-            )
 
     def _read_index(self, fingerprint: str) -> array[int]:
         """Return the beginnings of the records, and the end of the last one."""

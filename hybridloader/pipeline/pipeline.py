@@ -537,22 +537,18 @@ class Pipeline(Chain):
     def __len__(self) -> int:
         length = self.length
         if length is None or length == INFINITE:
-            culprit = self._without_length(length)
+            known: Length = None
+            for operator in self.operators:
+                known = operator.length(known)
+                if known == length:
+                    break
             unknown = "returns a number of items that is not known before it has run"
             why = "never ends" if length == INFINITE else unknown
-            raise TypeError(f"this pipeline has no len(): {culprit!r} {why}")
+            raise TypeError(f"this pipeline has no len(): {operator.name!r} {why}")
         return math.floor(length)
 
     def __bool__(self) -> bool:
         return True
-
-    def _without_length(self, length: Length) -> str:
-        known: Length = None
-        for operator in self.operators:
-            known = operator.length(known)
-            if known == length:
-                return operator.name
-        return self.operators[-1].name
 
     @property
     def repeats(self) -> bool:

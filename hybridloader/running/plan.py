@@ -506,22 +506,10 @@ def _options(node: WorkerNode) -> Iterator[str]:
 
 def as_mermaid(pipeline: Chain) -> str:
     """Return a flowchart: boxes for steps on workers, round ones for the others."""
-    picture = _Picture()
-    last, arrow = picture.draw(lay_out(pipeline))
-    picture.arrows.append(f"    {last} {arrow} loop([your loop])")
-    return "\n".join(["flowchart LR", *picture.boxes, *picture.arrows])
+    boxes, arrows, forks = list[str](), list[str](), dict[Path, tuple[str, str]]()
 
-
-class _Picture:
-    """Boxes, the arrows between them, and the tees that were drawn already."""
-
-    def __init__(self) -> None:
-        self.boxes: list[str] = []
-        self.arrows: list[str] = []
-        self._forks: dict[Path, tuple[str, str]] = {}
-
-    def draw(self, plan: ChainPlan) -> tuple[str, str]:
-        """Draw one chain; return its last box, and the arrow that leaves it."""
+    def draw(plan: ChainPlan) -> tuple[str, str]:
+        """Draw one chain, and each tee once; return its last box, and the arrow that leaves it."""
         before, arrow = "", "-->"
         for node in plan.nodes:
             if isinstance(node, RelayNode) and node.options.depth is None:
@@ -529,17 +517,21 @@ class _Picture:
                 continue
             if isinstance(node, OperatorNode) and node.operator.tee_place is not None:
                 trunk = node.branches[0]
-                if trunk.path not in self._forks:
-                    self._forks[trunk.path] = self.draw(trunk)
-                before, arrow = self._forks[trunk.path]
+                if trunk.path not in forks:
+                    forks[trunk.path] = draw(trunk)
+                before, arrow = forks[trunk.path]
                 continue
             sources = [(before, arrow)] if before else []
-            sources += [self.draw(branch) for branch in node.branches]
-            name = f"n{len(self.boxes)}"
-            self.boxes.append(f"    {name}{_box(node)}")
-            self.arrows += [f"    {source} {leaving} {name}" for source, leaving in sources]
+            sources += map(draw, node.branches)
+            name = f"n{len(boxes)}"
+            boxes.append(f"    {name}{_box(node)}")
+            arrows.extend(f"    {source} {leaving} {name}" for source, leaving in sources)
             before, arrow = name, "-->"
         return before, arrow
+
+    last, arrow = draw(lay_out(pipeline))
+    arrows.append(f"    {last} {arrow} loop([your loop])")
+    return "\n".join(["flowchart LR", *boxes, *arrows])
 
 
 def _box(node: Node) -> str:

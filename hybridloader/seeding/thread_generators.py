@@ -52,6 +52,9 @@ Patch = Callable[[Any, str, Any], None]
 
 _HIDDEN: random.Random = random._inst
 
+_IN_C = ("random", "getrandbits", "seed", "getstate", "setstate")
+"""Names of the functions of `random` that are methods written in C, or overridden."""
+
 _RESEEDING = ("seed", "setstate", "set_state")
 """Names of the functions with which code seeds a generator."""
 
@@ -95,12 +98,6 @@ class _ThreadRandom(random.Random):
     def gauss_next(self, value: float | None) -> None:
         mine = now.generators
         vars(self if mine is GLOBALS else mine.python)["gauss_next"] = value
-
-
-def _install_random(patch: Patch) -> None:
-    patch(_HIDDEN, "__class__", _ThreadRandom)
-    for name in ("random", "getrandbits", "seed", "getstate", "setstate"):  # C, or overridden
-        patch(random, name, getattr(_HIDDEN, name))
 
 
 # -- numpy -------------------------------------------------------------------------------------------
@@ -371,7 +368,9 @@ class _Installation:
             self.count += 1
             if self.count > 1:
                 return
-            _install_random(self._patch)
+            self._patch(_HIDDEN, "__class__", _ThreadRandom)
+            for name in _IN_C:
+                self._patch(random, name, getattr(_HIDDEN, name))
             for name in _INSTALL:
                 if name in sys.modules:
                     self._install(name)

@@ -48,20 +48,11 @@ class Root(NamedTuple):
     store: Store
 
 
-def urls_of(urls: Urls) -> list[str]:
-    """Return the URLs, with ``{000..123}`` written out.
-
-    Raises `ValueError` if there are none, or if one has braces that are not written out.
-    """
-    many = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
-    found = [one for url in many for one in _expanded(os.fspath(url))]
-    if not found:
-        raise ValueError("no files were named; pass a path, a URL, a glob, or a list of these")
-    return found
-
-
 def _expanded(url: str) -> Iterable[str]:
-    """Write out ranges of numbers, as bash does, unless they name a local file."""
+    """Write out ranges of numbers, as bash does, unless they name a local file.
+
+    Raises `ValueError` for other braces.
+    """
     if "{" not in url or (is_local(url) and os.path.exists(url)):
         return [url]
     parts = _RANGE.split(url)
@@ -97,11 +88,15 @@ def list_files(
     A file that several name is only in the first of them. Stores are asked, not the listings that
     fsspec keeps.
 
-    Raises `FileNotFoundError` if a glob or a folder has no files, or a local file is not there. Raises
-    `CacheError` if `kept` is no list of these URLs, and `SourceError` if a name leads out of its folder.
+    Raises `ValueError` if no files are named, and `FileNotFoundError` if a glob or a folder has none, or
+    a local file is not there. Raises `CacheError` if `kept` is no list of these URLs, and `SourceError`
+    if a name leads out of its folder.
     """
     seconds("retry_seconds", retry)
-    wanted = urls_of(urls)
+    many = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    wanted = [one for url in many for one in _expanded(os.fspath(url))]
+    if not wanted:
+        raise ValueError("no files were named; pass a path, a URL, a glob, or a list of these")
     places = [_place_of(url) for url in wanted]
     urls_by_place = dict(zip(places, wanted, strict=True))
     by_place = {place: Store(url, options, retry) for place, url in urls_by_place.items()}

@@ -481,6 +481,7 @@ class RowGroups:
         return found[group]
 
     def _read(self, file: ParquetFile, group: int, data: Any) -> Columns:
+        import pyarrow
         from pyarrow import parquet
 
         what = f"row group {group}"
@@ -501,7 +502,11 @@ class RowGroups:
                         schema=file.schema(fragment),
                         use_threads=False,
                     )
-                table = _with_folders(table, file, self._columns) if file.folders else table
+                if file.folders:
+                    for name in file.folders.keys() & self._columns:
+                        column = pyarrow.repeat(file.folders[name], len(table))
+                        table = table.append_column(name, column)
+                    table = table.select(self._columns)
             except Exception as error:
                 file.raise_named(error, what)
             finally:
@@ -555,16 +560,6 @@ def _ranges_of(row_group: Any, columns: Sequence[str]) -> Ranges:
             start = min(first, chunk.data_page_offset)
             chunks.append((start, start + chunk.total_compressed_size))
     return Ranges.joining(chunks)
-
-
-def _with_folders(table: Any, file: ParquetFile, columns: Sequence[str]) -> Any:
-    """Return `table` with the columns that the folders name, in the order of `columns`."""
-    import pyarrow
-
-    for name in columns:
-        if name in file.folders:
-            table = table.append_column(name, pyarrow.repeat(file.folders[name], len(table)))
-    return table.select(columns)
 
 
 class _Entry:

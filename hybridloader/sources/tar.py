@@ -653,13 +653,10 @@ class Tar(Shards[Any]):
         """Return the parts of an archive that have the members of these samples."""
         key = shard, first, last
         found = self._parts.get(key)
-        if found is None:
-            while len(self._parts) >= _PARTS:
-                self._parts.pop(next(iter(self._parts)), None)
-            found = self._parts[key] = self._make_parts(*key)
-        return found
-
-    def _make_parts(self, shard: int, first: int, last: int) -> Ranges:
+        if found is not None:
+            return found
+        while len(self._parts) >= _PARTS:
+            self._parts.pop(next(iter(self._parts)), None)
         before = self._ends[shard - 1] if shard else 0
         begin, end = self._starts[[before + first, before + last]].tolist()
         members = self._members[begin:end]
@@ -669,7 +666,8 @@ class Tar(Shards[Any]):
             members = members[np.isin(members[:, 3], codes)]
         offsets, sizes = members[:, 0], members[:, 1]
         spans = zip((offsets - BLOCK).tolist(), (offsets + sizes).tolist(), strict=True)
-        return Ranges.joining(spans)
+        found = self._parts[key] = Ranges.joining(spans)
+        return found
 
     def _members_of(self, index: int) -> list[_Member]:
         """Return the members of a sample that are to be read. Raises `SourceError` if one lacks."""

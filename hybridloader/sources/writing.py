@@ -248,12 +248,6 @@ _PART = ".part-"  # prefix of the names of local files that are being written
 
 _EMPTY = "the source has no samples"
 
-Report = Callable[[int, int, str], object]
-
-
-def _ignore(done: int, total: int, name: str) -> None:
-    pass
-
 
 class _Folder:
     """Folder that shards are written to, local or of a store; it is made with the first file.
@@ -555,7 +549,7 @@ def write_shards(
     schema: Any = None,
     workers: int = 4,
     storage_options: Mapping[str, Any] | None = None,
-    report: Report = _ignore,
+    report: Callable[[int, int, str], object] = lambda *_: None,
 ) -> list[int]:
     """Write all samples of a dataset or an iterable into shards; see `ShardWriter`.
 
