@@ -328,11 +328,6 @@ class BatchIterator(_CollatingIterator):
             self._given += 1
             self._taken += 1
 
-    def close(self) -> None:
-        self._ended = True
-        self._batch = []
-        super().close()
-
 
 @dataclass(frozen=True)
 class Unbatch(Operator):
@@ -412,10 +407,6 @@ class UnbatchIterator(OperatorIterator):
         except Exception as error:
             self._given += counts_as_item(error)
             raise
-
-    def close(self) -> None:
-        self._samples = iter(())
-        super().close()
 
 
 # -- padding: samples of different lengths become one batch, filled up with a padding value
@@ -787,10 +778,6 @@ class BucketByIterator(_CollatingIterator, NotingIterator):
             self._held &= ~(1 << (number - self._oldest))
         return self._collate([item for _, item in batch])
 
-    def close(self) -> None:
-        self._buckets.clear()
-        super().close()
-
 
 def _bucket_state(oldest: int, taken: int, held: int | None) -> list[Any] | None:
     """Return the value of a mark: which items of those before number `taken` are held."""
@@ -948,10 +935,6 @@ class BatchByIterator(_CollatingIterator, NotingIterator):
                 "oversize",
             )
         return False
-
-    def close(self) -> None:
-        self._batch = []
-        super().close()
 
 
 def _number(cost: Any, item: Any) -> Any:

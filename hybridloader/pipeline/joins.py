@@ -499,11 +499,6 @@ class ZipIterator(JoinIterator):
             "strict=False to end with the shortest"
         )
 
-    def close(self) -> None:
-        self._ended, self._row = True, []
-        self._failed = self._last = None
-        super().close()
-
 
 # -- operators that make one pipeline out of several, without regard to which item belongs to which
 #
@@ -630,10 +625,6 @@ class _TurnIterator(JoinIterator):
         self._last = number
         self._total += 1
         self._log((self._total, tuple(self._counts), tuple(self._over), number, self._in_a_row))
-
-    def close(self) -> None:
-        self._left = []
-        super().close()
 
 
 @dataclass(frozen=True)

@@ -194,11 +194,6 @@ class ShuffleIterator(OperatorIterator):
         self._given += 1
         self._log(self._entry())
 
-    def close(self) -> None:
-        self._ended = True
-        self._buffer = []
-        super().close()
-
 
 @dataclass(frozen=True)
 class Take(Operator):

@@ -248,11 +248,6 @@ class SplitIterator(_PackIterator):
                 self._given = 0
         return self._row(pieces)
 
-    def close(self) -> None:
-        self._documents.clear()
-        self._tokens = 0
-        super().close()
-
 
 class FirstFitIterator(_PackIterator):
     """Iterator of `Pack` that keeps documents whole; `_given` are the rows of those that were open."""
@@ -332,8 +327,3 @@ class FirstFitIterator(_PackIterator):
                     "oversize",
                 )
         return None
-
-    def close(self) -> None:
-        self._full.clear()
-        self._open, self._room, self._next = [], [], None
-        super().close()

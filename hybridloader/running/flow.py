@@ -725,10 +725,6 @@ class Skipping(_Passing):
                 )
             ) from None
 
-    def close(self) -> None:
-        self._opened = iter(())
-        super().close()
-
 
 class Withheld(_Passing):
     """Items of a run without the places of those that another rank has had; each is noted."""

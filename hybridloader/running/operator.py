@@ -683,10 +683,11 @@ class OperatorIterator(Iterator[Any]):
         return takes_a_place(error)
 
     def close(self) -> None:
-        """Give up the rest, and close the iterator before. Idempotent."""
+        """Give up the rest, close the iterator before, and let it go with its buffers. Idempotent."""
         self._end()
         # Called here: one more function would double the nested calls of a long chain.
         shut = attribute(self._items, "close") if self.owns else None
+        self._items = iter(())
         if shut is not None:
             shut()
 
