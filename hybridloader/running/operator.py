@@ -611,24 +611,17 @@ def steps_in(chain: Chain) -> list[Operator]:
 
 # -- checks of a user's parameters: operators refuse bad ones when they are described, not when they run
 #
-# Every error names the operator, the parameter, its value and a remedy.
+# Every error names the operator, or another object with a `name`, the parameter, its value and a remedy.
 
 
-class Named(Protocol):
-    """An operator, or another object that errors name."""
-
-    @property
-    def name(self) -> str: ...
-
-
-def settle(described: Named, **values: Any) -> None:
+def settle(described: Any, **values: Any) -> None:
     """Set fields of a frozen description, from its ``__post_init__``."""
     for name, value in values.items():
         object.__setattr__(described, name, value)
 
 
 def settle_whole(
-    described: Named, parameter: str, least: int, instead: str, *, optional: bool = False
+    described: Any, parameter: str, least: int, instead: str, *, optional: bool = False
 ) -> None:
     """Make the field `parameter` an int that is at least `least`; or None, where it is optional."""
     value = getattr(described, parameter)
@@ -637,7 +630,7 @@ def settle_whole(
         settle(described, **{parameter: whole(name, value, least, instead=instead)})
 
 
-def check_flags(described: Named, *parameters: str) -> None:
+def check_flags(described: Any, *parameters: str) -> None:
     """Refuse fields that are neither True nor False."""
     for parameter in parameters:
         flag(f"{described.name}: {parameter}", getattr(described, parameter))

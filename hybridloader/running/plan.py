@@ -44,13 +44,10 @@ class ChainPlan:
     chain: Chain
     path: Path
     nodes: tuple[Node, ...]
+    quick: bool
+    """True if it need not be waited for."""
 
     # Every chain asks several times for these of the chains within it, so each is found out once.
-    @cached_property
-    def quick(self) -> bool:
-        """True if it need not be waited for."""
-        return _state(self.nodes) == "quick"
-
     @cached_property
     def live(self) -> bool:
         """True if workers or threads run in it or in its branches."""
@@ -193,27 +190,33 @@ def _branches(operator: Operator, where: Path, layout: _Layout) -> Iterator[Chai
 
 def _laid(chain: Chain, path: Path, layout: _Layout) -> ChainPlan:
     nodes: list[Node] = []
+    kinds = ["quick"]  # of pulling the first so many nodes: see `_kind_after`
+
+    def add(node: Node) -> None:
+        nodes.append(node)
+        kinds.append(_kind_after(kinds[-1], node))
+
     for node in _grouped(_with_shards_first(chain.operators), layout.cuts.get(path, frozenset())):
-        state = _state(nodes)
-        if isinstance(node, WorkerNode) and not node.reads and state in ("slow", "stage"):
-            nodes.append(_relay_behind(nodes[-1]))
+        if isinstance(node, WorkerNode) and not node.reads and kinds[-1] in ("slow", "stage"):
+            add(_relay_behind(nodes[-1]))
         if isinstance(node, RelayNode):
-            if node.pins and state == "stage" and _runs_ahead(nodes[-1]):
-                nodes.append(_relay_behind(nodes[-1]))
+            if node.pins and kinds[-1] == "stage" and _runs_ahead(nodes[-1]):
+                add(_relay_behind(nodes[-1]))
             before = nodes[-1]
             if not node.pins and isinstance(before, RelayNode) and not before.pins:
                 nodes.pop()
+                kinds.pop()
         if isinstance(node, WorkerNode):
             node = replace(node, placement=replace(node.placement, backend=usable(node.backend)))
         if isinstance(node, OperatorNode):
             found = tuple(_branches(node.operator, (*path, len(nodes)), layout))
             node = replace(node, branches=found)
-        nodes.append(node)
-    if _needs_relay_at_end(nodes):
-        nodes.append(_relay_behind(nodes[-1]))
+        add(node)
+    if _needs_relay_at_end(nodes, kinds):
+        add(_relay_behind(nodes[-1]))
     _mark_forwarded(nodes)
     placed = [replace(node, path=(*path, at)) for at, node in enumerate(nodes)]
-    return ChainPlan(chain, path, tuple(placed))
+    return ChainPlan(chain, path, tuple(placed), kinds[-1] == "quick")
 
 
 def _relay_behind(node: Node) -> RelayNode:
@@ -287,17 +290,13 @@ def _group(works: list[Operator], placement: Placement, first: int) -> Node:
     return (InlineNode if inline else WorkerNode)(tuple(works), placement, first)
 
 
-def _state(nodes: Sequence[Node]) -> str:
-    """Return the kind of pulling the last of `nodes`: quick, a relay, slow, or a stage."""
-    state = "quick"
-    for node in nodes:
-        if isinstance(node, RelayNode):
-            state = "relay"
-        elif isinstance(node, WorkerNode):
-            state = "stage"
-        elif state != "quick" or not _is_quick(node):
-            state = "slow"
-    return state
+def _kind_after(kind: str, node: Node) -> str:
+    """Return the kind of pulling a node after nodes of a kind: quick, a relay, slow, or a stage."""
+    if isinstance(node, RelayNode):
+        return "relay"
+    if isinstance(node, WorkerNode):
+        return "stage"
+    return "quick" if kind == "quick" and _is_quick(node) else "slow"
 
 
 def passes_on(node: Node) -> bool:
@@ -314,20 +313,17 @@ def _is_quick(node: Node) -> bool:
     return node.operator.cheap
 
 
-def _needs_relay_at_end(nodes: list[Node]) -> bool:
+def _needs_relay_at_end(nodes: list[Node], kinds: list[str]) -> bool:
     """Return True if steps would rest while your loop is busy with an item.
 
     A stage alone has its window to work off; steps after a stage have none. Items that were moved to a
     device are for the thread that takes them.
     """
-    state = _state(nodes)
     if any(isinstance(node, RelayNode) and node.options.moves for node in nodes):
         return False
-    if state == "slow":
+    if kinds[-1] == "slow":
         return any(map(_is_live, nodes))
-    if state != "stage":
-        return False
-    return _state(nodes[:-1]) == "relay" or _runs_ahead(nodes[-1])
+    return kinds[-1] == "stage" and (kinds[-2] == "relay" or _runs_ahead(nodes[-1]))
 
 
 def _runs_ahead(stage: Node) -> bool:
