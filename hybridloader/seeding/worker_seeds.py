@@ -279,20 +279,19 @@ class _Lent:
     def alone(self, *, devices: bool = False) -> Iterator[None]:
         """Borrow the generators alone, `kept`. A nested call, also within `together`, does not wait."""
         me = threading.get_ident()
-        if now.generators is not GLOBALS or self._owner == me:
-            with kept(devices=devices):
-                yield
-            return
-        with self._free:
-            self._free.wait_for(lambda: self._owner is None and not self._inside)
-            self._owner = me
+        nested = now.generators is not GLOBALS or self._owner == me
+        if not nested:
+            with self._free:
+                self._free.wait_for(lambda: self._owner is None and not self._inside)
+                self._owner = me
         try:
             with kept(devices=devices):
                 yield
         finally:
-            with self._free:
-                self._owner = None
-                self._free.notify_all()
+            if not nested:
+                with self._free:
+                    self._owner = None
+                    self._free.notify_all()
 
     @contextmanager
     def together(self, starter: int) -> Iterator[None]:

@@ -41,7 +41,7 @@ class Columns:
     """Decoded columns of one row group. Threads share them."""
 
     def __init__(self, table: Any, where: str) -> None:
-        self._where, self._rows, self._lock = where, len(table), threading.Lock()
+        self._where, self._rows, self._lock = where, len(table), threading.RLock()
         # All the mutable state:
         self.table = table.combine_chunks()  # without the columns that `matrix` has taken out of it
         self.nbytes = int(self.table.nbytes)  # of all columns
@@ -56,36 +56,26 @@ class Columns:
 
         Lists of a fixed size are rows of a matrix. Raises `SourceError` for numbers with nulls.
         """
-        try:
-            return self._arrays[name]
-        except KeyError:
+        if name not in self._arrays:
             with self._lock:
-                return self._make(name)
+                if name not in self._arrays:
+                    self._arrays[name] = self._made(name)
+        return self._arrays[name]
 
     def matrix(self, names: Names) -> npt.NDArray[Any]:
         """Return several columns of numbers of one dtype side by side: a row of each sample.
 
         It takes their place here, so that they are in memory once.
         """
-        try:
-            return self._matrices[names]
-        except KeyError:
+        if names not in self._matrices:
             with self._lock:
                 if names not in self._matrices:
-                    self._join(names)
-                return self._matrices[names]
-
-    def _join(self, names: Names) -> None:
-        matrix = _side_by_side([self._make(name) for name in names])
-        # Other threads may be reading: replace the arrays before the matrix appears.
-        self._arrays.update((name, matrix[:, at]) for at, name in enumerate(names))
-        self._matrices[names] = matrix
-        self.table = self.table.drop_columns(list(names))
-
-    def _make(self, name: str) -> npt.NDArray[Any] | None:
-        if name not in self._arrays:
-            self._arrays[name] = self._made(name)
-        return self._arrays[name]
+                    matrix = _side_by_side([self.array(name) for name in names])
+                    # Other threads may be reading: replace the arrays before the matrix appears.
+                    self._arrays.update((name, matrix[:, at]) for at, name in enumerate(names))
+                    self._matrices[names] = matrix
+                    self.table = self.table.drop_columns(list(names))
+        return self._matrices[names]
 
     def _made(self, name: str) -> npt.NDArray[Any] | None:
         import pyarrow
