@@ -231,16 +231,6 @@ def goes_astray(error: BaseException) -> bool:
     return place_of(error) == "astray"
 
 
-def beside(error: Exception) -> Exception:
-    """Return another exception like `error` that takes no item's place."""
-    return _marked(error, "beside")
-
-
-def astray(error: Exception) -> Exception:
-    """Return another exception like `error`, after which items can't be numbered any more."""
-    return _marked(error, "astray")
-
-
 def not_needed() -> LeftOut:
     """Return the place of an item that a resumed run does not make again: see `Operator.needed`."""
     place = LeftOut()
@@ -259,19 +249,16 @@ def rest_is_lost(which: str, error: Exception) -> ShardLost:
     return lost
 
 
-def alike(error: Exception) -> Exception:
-    """Return another exception like `error`, to be raised elsewhere.
+def alike(error: Exception, place: str | None = None) -> Exception:
+    """Return another exception like `error`, to be raised elsewhere, with another place if one is given.
 
-    Its traceback lacks the last frame, that of the function that caught `error` and keeps the copy.
+    ``"beside"`` takes no item's place; after ``"astray"`` items can't be numbered any more. Its
+    traceback lacks the last frame, that of the function that caught `error` and keeps the copy.
     """
     other, frames = twin(error), error.__traceback__
     BaseException.__setattr__(other, "__traceback__", frames and frames.tb_next)
-    return other
-
-
-def _marked(error: Exception, place: str) -> Exception:
-    other = alike(error)  # a copy: the same object may be raised elsewhere with another meaning
-    mark(other, place)
+    if place is not None:
+        mark(other, place)
     return other
 
 
@@ -366,7 +353,7 @@ class ErrorBudget:
         beside the items, in the place of none.
         """
         if self._exceeded_by(attempted, failures, worker):
-            raise beside(self._too_many())
+            raise alike(self._too_many(), "beside")
 
     def leave_out(self, failed: FailureRecord, worker: int | None) -> None:
         """Record a sample that failed and is left out.

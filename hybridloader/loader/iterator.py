@@ -320,7 +320,8 @@ class LoaderObservation(Observation):
         if progress is not None:
             self.loop.items = max(0, progress.yielded - self._before)
         loop = self.loop.record()
-        queued = self._queued()
+        stage = None if self._running is None else self._running()
+        queued = 0 if stage is None or stage.closed else stage.queued
         stages = []
         if sampler is not None:
             stages.append(sampler.record(SAMPLER, loop.items + queued, loop))
@@ -330,10 +331,6 @@ class LoaderObservation(Observation):
             ended = max(loop.ended, began)
             stages.append(record_of_relay(name, queue, began, ended, waits=[waits]))
         return self._stats_of(tuple(stages), self._batch_size, self.stage.stores)
-
-    def _queued(self) -> int:
-        stage = None if self._running is None else self._running()
-        return 0 if stage is None or stage.closed else stage.queued
 
     def _row_of_stage(self, loop: LoopRecord, queued: int, asking: float) -> StageRecord:
         """Return the row of the stage; `asking` are the seconds that the sampler took."""

@@ -144,6 +144,8 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
     stay = bool(plan.num_workers and plan.persistent_workers)
     starts, division = progress.starts(), progress.division
     with_starts = (iterable and not over) or any(start.stateful for start in starts)
+    # Workers whose last samples wait to be joined, in order:
+    waiting = [w for w, _ in progress.waiting if w is not None and w in progress.remainders]
     # Nothing in the dict is shared with this epoch; a copy of it, with tensors, would take 100 us more.
     sampler_state = None if sampler is None else given(sampler.sampler)
     index_state = {"samples_yielded": count * size, "sampler_state": sampler_state}
@@ -180,17 +182,11 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
             "since": 0 if checkpoint is None else count - checkpoint.number,
             "apart": copied(apart) if apart else [],
             "whole": copied(whole) if whole else [],
-            "first": [] if over else _first(progress),
+            "first": [] if over else list(dict.fromkeys([*waiting, *progress.first])),
             "behind": [number for number, start in enumerate(progress.places) if start.next_epoch],
             "shards": division and division.state_after(None if where == END else starts),
         },
     }
-
-
-def _first(progress: Progress) -> list[int]:
-    """Return the workers whose last samples wait to be joined, in order."""
-    waiting = [w for w, _ in progress.waiting if w is not None and w in progress.remainders]
-    return list(dict.fromkeys([*waiting, *progress.first]))
 
 
 def snapshots_of(starts: list[ShardStart]) -> dict[str, Any]:

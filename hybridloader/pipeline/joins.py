@@ -25,7 +25,7 @@ from hybridloader._support.user_objects import (
     takes_a_place,
 )
 from hybridloader.errors import IteratorClosed
-from hybridloader.fetching.on_error import LeftOut, alike, astray, goes_astray
+from hybridloader.fetching.on_error import LeftOut, alike, goes_astray
 from hybridloader.running.operator import (
     INFINITE,
     SEED,
@@ -542,7 +542,7 @@ class ConcatIterator(PassesIterator):
         try:
             return self._context.open(self._pipelines[number], start, number)
         except Exception as error:
-            failed = Raised(astray(error))  # its number of items is unknown
+            failed = Raised(alike(error, "astray"))  # its number of items is unknown
         self._given += 1
         return failed.throw()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridloader._support.user_objects import Raised, counts_as_item, no_answer
 from hybridloader.errors import StateError
-from hybridloader.fetching.on_error import LeftOut, beside
+from hybridloader.fetching.on_error import LeftOut, alike
 from hybridloader.running.operator import (
     INFINITE,
     SEED,
@@ -344,7 +344,7 @@ class EveryIterator(OperatorIterator):
                 if not (in_place and skips):
                     raise
                 if type(error) is not LeftOut:
-                    failed = Raised(beside(error))
+                    failed = Raised(alike(error, "beside"))
             if failed is not None:
                 self._count_apart(skipped=1)
                 failed.throw()

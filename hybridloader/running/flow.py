@@ -42,7 +42,15 @@ from hybridloader.fetching.readers import Step
 from hybridloader.observe.measures import StageMeasures
 from hybridloader.running.operator import OperatorIterator
 from hybridloader.running.plan import Node, RelayNode, WorkerNode
-from hybridloader.running.state import ONE_EACH, Ledger, Numbers, ReaderLog, ReaderStarts, Turn
+from hybridloader.running.state import (
+    ONE_EACH,
+    Ledger,
+    Numbers,
+    ReaderLog,
+    ReaderStarts,
+    RunPosition,
+    Turn,
+)
 from hybridloader.seeding.sample_rng import SampleRng, item_key, numbered_item
 
 
@@ -727,11 +735,11 @@ class Skipping(_Passing):
 
 
 class Withheld(_Passing):
-    """Items of a run without the places of those that another rank has had; each is noted."""
+    """Items of a run without the places of those that another rank has had; each counts as an error."""
 
-    def __init__(self, items: Iterator[Any], note: Callable[[], None]) -> None:
+    def __init__(self, items: Iterator[Any], position: RunPosition) -> None:
         super().__init__(items)
-        self._note = note
+        self._position = position
 
     def _next(self, pull: Callable[[], Any]) -> Any:
         while True:
@@ -740,4 +748,5 @@ class Withheld(_Passing):
             except Exception as error:
                 if not keeps_number(error):
                     raise
-            self._note()
+            self._position.raised += 1
+            self._position.given += 1

@@ -164,7 +164,7 @@ class Run(Iterator[Any]):
             raise
         self._queue = self._items.queue if isinstance(self._items, Relay) else None
         if self._position.own_heads:
-            self._items = Withheld(self._items, self._position.note_withheld)
+            self._items = Withheld(self._items, self._position)
         self._left, self._skipped = executor.left, executor.failure_log.records
         if observation is not None:
             loop = observation.loop

@@ -773,11 +773,6 @@ class RunPosition:
                     return Point(mark.at, mark.value)
         return None
 
-    def note_withheld(self) -> None:
-        """Count the place of an item that another rank has had, as an error."""
-        self.raised += 1
-        self.given += 1
-
     @property
     def counts(self) -> Counts:
         """Items given until now. From any thread: an error may be counted a moment too soon, which only
