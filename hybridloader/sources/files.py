@@ -380,7 +380,7 @@ class Files(Shards[Any]):
         return self._is_remote
 
     def read(self, shard: int, number: int) -> Any:
-        index = number + (self._ends[shard - 1] if shard else 0)
+        index = self._firsts[shard] + number
         store, path = self._shard_stores[self._store_of[shard]], self.paths[index]
         data: Any = store.read(path, int(self._sizes[index]))
         try:

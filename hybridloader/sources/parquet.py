@@ -796,7 +796,7 @@ class Parquet(Shards[Any]):
 
     def _group_at(self, shard: int, number: int) -> tuple[ParquetFile, int]:
         """Return the file of a sample, and the number of its row group there."""
-        index = number + (self._ends[shard - 1] if shard else 0)
+        index = self._firsts[shard] + number
         group = np.searchsorted(self._group_stops, index, "right")
         file, found, _ = self._groups[group].tolist()
         return self._files[file], found
@@ -813,7 +813,7 @@ class Parquet(Shards[Any]):
         self._cache.close()
 
     def read(self, shard: int, number: int) -> dict[str, Any]:
-        index = int(number + (self._ends[shard - 1] if shard else 0))
+        index = int(self._firsts[shard] + number)
         selection = self._in_order(index, index + 1)
         if not self._tensors:
             return selection.rows()[0]
@@ -837,7 +837,7 @@ class Parquet(Shards[Any]):
             return wanted
         # Indices from the end; others raise the error of a single sample.
         located = [self.locate(index) for index in wanted.tolist()]
-        return np.array([at + (self._ends[s - 1] if s else 0) for s, at in located])
+        return np.array([self._firsts[shard] + number for shard, number in located])
 
     def _in_order(self, start: int, stop: int) -> Selection:
         """Select the samples from `start` to before `stop`."""

@@ -94,8 +94,10 @@ class Shards(ABC, Generic[T_co]):
             raise ValueError(
                 f"{shard_names[at]} has {self.shard_sizes[at]} samples; pass 0 or more"
             )
-        # Not a list: of a million shards, forked workers would copy the pages of all its ints.
-        self._ends: array[int] = array("q", np.cumsum(self.shard_sizes, dtype=np.int64).tobytes())
+        # First sample of each shard, and the number of all. Not a list: of a million shards, forked
+        # workers would copy the pages of all its ints.
+        firsts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.shard_sizes)])
+        self._firsts: array[int] = array("q", firsts.tobytes())
         self._shard_stores: Sequence[Store] = ()  # closed with this source
         self._reader: BlockReader | None = None
         if type(self).fetch is not Shards.fetch:
@@ -120,7 +122,7 @@ class Shards(ABC, Generic[T_co]):
             cache = None
             if cache_dir is not None:
                 cache = BlockCache(os.path.abspath(cache_dir), whole("cache_bytes", cache_bytes, 1))
-            self._reader = BlockReader(self._ends, ahead_bytes, cache, warns=warns)
+            self._reader = BlockReader(self._firsts, ahead_bytes, cache, warns=warns)
 
     @abstractmethod
     def read(self, shard: int, number: int) -> T_co:
@@ -196,7 +198,7 @@ class Shards(ABC, Generic[T_co]):
         """
         if self._reader is None:
             return None
-        found = self._reader.find(self, number + (self._ends[shard - 1] if shard else 0))
+        found = self._reader.find(self, self._firsts[shard] + number)
         if found is None and counting():
             count(self.shard_names[shard], alone=1)
         return found
@@ -261,11 +263,11 @@ class Shards(ABC, Generic[T_co]):
         at += count if at < 0 else 0
         if not 0 <= at < count:
             raise IndexError(f"no sample {index} in a {type(self).__name__} of {count}")
-        shard = bisect_right(self._ends, at)
-        return shard, at - (self._ends[shard - 1] if shard else 0)
+        shard = bisect_right(self._firsts, at) - 1
+        return shard, at - self._firsts[shard]
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._firsts[-1]
 
     def __getitem__(self, index: int) -> T_co:
         return self.read(*self.locate(index))
@@ -504,12 +506,12 @@ _Place = tuple[int, int, int]
 """Shard of a block, its first sample there, and the one after its last."""
 
 
-def _place_of(starts: array[int], shard_ends: array[int], number: int) -> _Place:
-    """Return the place of a block; `starts` are the first samples of all."""
+def _place_of(starts: array[int], shard_starts: array[int], number: int) -> _Place:
+    """Return the place of a block; `starts` are the first samples of all, and the number of all."""
     start, stop = starts[number : number + 2]
-    shard = bisect_right(shard_ends, start)
-    before = shard_ends[shard - 1] if shard else 0
-    return shard, start - before, stop - before
+    shard = bisect_right(shard_starts, start) - 1
+    first = shard_starts[shard]
+    return shard, start - first, stop - first
 
 
 class _Block:
@@ -559,12 +561,12 @@ class _Plan:
     def __init__(
         self,
         starts: array[int],
-        shard_ends: array[int],
+        shard_starts: array[int],
         order: Iterator[Ints],
         size_of: Callable[..., int],
     ) -> None:
         self.starts, self.process = starts, os.getpid()
-        self._shard_ends, self._size_of = shard_ends, size_of
+        self._shard_starts, self._size_of = shard_starts, size_of
         # All the mutable state:
         self.order: Iterator[Ints] | None = order  # samples that were not looked at yet
         self.blocks: dict[int, _Block] = {}  # in the order of their first samples
@@ -585,19 +587,18 @@ class _Plan:
             self._looked += len(samples)
             found = np.searchsorted(self.starts, samples, "right") - 1
             numbers, firsts, counts = np.unique(found, return_index=True, return_counts=True)
-            for at in firsts.argsort().tolist():
-                self._note(int(numbers[at]), int(counts[at]))
-
-    def _note(self, number: int, uses: int) -> None:
-        if number not in self._seen:
-            self._seen.add(number)
-            place = _place_of(self.starts, self._shard_ends, number)
-            made = self.blocks[number] = _Block(number, place, self._size_of(*place))
-            self.queue.append(made)
-        block = self.blocks.get(number)
-        if block is not None:
-            block.uses += uses
-            block.stop = self._looked
+            by_first = firsts.argsort()
+            uses = zip(numbers[by_first].tolist(), counts[by_first].tolist(), strict=True)
+            for number, more in uses:
+                if number not in self._seen:
+                    self._seen.add(number)
+                    place = _place_of(self.starts, self._shard_starts, number)
+                    made = self.blocks[number] = _Block(number, place, self._size_of(*place))
+                    self.queue.append(made)
+                block = self.blocks.get(number)
+                if block is not None:
+                    block.uses += more
+                    block.stop = self._looked
 
     def advance(self, samples: int) -> bool:
         """Let go of the blocks that other processes have read, as so many more samples were drawn."""
@@ -643,7 +644,7 @@ class BlockReader:
 
     def __init__(
         self,
-        shard_ends: array[int],  # number of samples up to the end of each shard
+        shard_starts: array[int],  # first sample of each shard, and the number of all
         # Bytes of blocks that are held or being fetched. A block that a sample waits for is fetched even
         # if there is no room.
         limit: int = AHEAD,
@@ -652,8 +653,7 @@ class BlockReader:
         starts: array[int] | None = None,  # those that a sampler in another process announces
         window: int = 1,
     ) -> None:
-        self._shard_ends, self._limit, self._warns = shard_ends, limit, warns
-        self._shards = array("q", [0, *shard_ends])  # blocks, if no sampler announces any
+        self._shard_starts, self._limit, self._warns = shard_starts, limit, warns
         self._lock = threading.Lock()
         # All the mutable state:
         self._cache = cache
@@ -672,7 +672,7 @@ class BlockReader:
             self._cache = self._cache or private_cache(2 * self._limit)
             self._sent = True
         # In the other process no sampler announces anything, so none is missed.
-        described = self._shard_ends, self._limit, self._cache, False, self._starts, self._window
+        described = self._shard_starts, self._limit, self._cache, False, self._starts, self._window
         return BlockReader, described
 
     @property
@@ -686,7 +686,7 @@ class BlockReader:
         Returns False if some block has samples of two shards, so samples are read alone.
         """
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        if not np.isin(np.asarray(self._shard_ends, np.int64), starts).all():
+        if not np.isin(np.asarray(self._shard_starts, np.int64), starts).all():
             return False
         self._starts, self._window = array("q", starts.tobytes()), window
         return True
@@ -701,7 +701,7 @@ class BlockReader:
         """Read ahead in `order` from the next sample on. The blocks of an earlier plan are dropped."""
         if not self.divide(sizes, blocks) or self._starts is None:
             return
-        plan = _Plan(self._starts, self._shard_ends, order, source.fetch_size)
+        plan = _Plan(self._starts, self._shard_starts, order, source.fetch_size)
         plan.look_ahead(blocks)
         first = [*islice(plan.queue, blocks)]
         window = sum(block.size for block in first)
@@ -718,7 +718,7 @@ class BlockReader:
                 "block_size= or window_blocks= to BlockShuffleSampler, or raise ahead_bytes=",
                 "large-window",
             )
-            plan = _Plan(self._starts, self._shard_ends, iter(()), source.fetch_size)
+            plan = _Plan(self._starts, self._shard_starts, iter(()), source.fetch_size)
         self._plan = plan
         if self._sent:  # other processes read the samples
             plan.begun = True
@@ -790,9 +790,9 @@ class BlockReader:
                     "read-one-by-one",
                 )
             return None
-        starts = self._shards if self._starts is None else self._starts
+        starts = self._starts or self._shard_starts  # each shard is a block, if no sampler has any
         number = bisect_right(starts, index) - 1
-        place = _place_of(starts, self._shard_ends, number)
+        place = _place_of(starts, self._shard_starts, number)
         found = self._open.get(number)
         if found is None or (type(found) is _Failure and not found.raise_once(index)):
             try:

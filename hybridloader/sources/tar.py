@@ -601,7 +601,7 @@ class Tar(Shards[Any]):
         return self._is_remote and (self._reader is None or not self._reader.divided)
 
     def read(self, shard: int, number: int) -> Any:
-        index = number + (self._ends[shard - 1] if shard else 0)
+        index = self._firsts[shard] + number
         members = self._members_of(index)
         block = None if self._reader is None else self.fetched(shard, number)
         if block is None:
@@ -657,7 +657,7 @@ class Tar(Shards[Any]):
             return found
         while len(self._parts) >= _PARTS:
             self._parts.pop(next(iter(self._parts)), None)
-        before = self._ends[shard - 1] if shard else 0
+        before = self._firsts[shard]
         begin, end = self._starts[[before + first, before + last]].tolist()
         members = self._members[begin:end]
         if self._wanted is not None:
@@ -690,9 +690,9 @@ class Tar(Shards[Any]):
 
     def _named(self, shard: int, start: int) -> str:
         """Return the name, for errors, of the member whose header begins at this byte."""
-        first = self._ends[shard - 1] if shard else 0
-        rows = self._starts[first : self._ends[shard]]
-        begin, end = int(self._starts[first]), int(self._starts[self._ends[shard]])
+        first, last = self._firsts[shard : shard + 2]
+        rows = self._starts[first:last]
+        begin, end = self._starts[[first, last]].tolist()
         row = begin + int((self._members[begin:end, 0] == start + BLOCK).argmax())
         index = first + int(np.searchsorted(rows, row, "right")) - 1
         return f"member {self.keys[index]}.{self.extensions[self._members[row, 3]]}"
