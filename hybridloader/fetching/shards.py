@@ -165,6 +165,14 @@ _FIELDS = Schema(
 )
 
 
+def group_of_ranks() -> tuple[int, int] | None:
+    """Return the rank and the number of ranks of `torch.distributed`; None if it is not initialized."""
+    distributed: Any = attribute(sys.modules.get("torch"), "distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
+
+
 def share_of(dataset: Any) -> tuple[int, int] | None:
     """Return the rank and the number of ranks that share the shards; None if `dataset` names none.
 
@@ -180,10 +188,7 @@ def share_of(dataset: Any) -> tuple[int, int] | None:
                 "from 0 to num_replicas - 1"
             )
         return rank, ranks
-    distributed: Any = attribute(sys.modules.get("torch"), "distributed")
-    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
-        return 0, 1
-    return distributed.get_rank(), distributed.get_world_size()
+    return group_of_ranks() or (0, 1)
 
 
 def readers_share_of(source: Any) -> tuple[int, int] | None:
@@ -332,10 +337,7 @@ class ShardDivision:
         )
 
     def _bits(self, names: Iterable[str]) -> int:
-        bits = bytearray(len(self._names) // 8 + 1)
-        for number in map(self._numbers.__getitem__, names):
-            bits[number // 8] |= 1 << number % 8
-        return int.from_bytes(bits, "little")
+        return bits_of(map(self._numbers.__getitem__, names))
 
     def _begun(self, left: Mapping[str, int]) -> dict[str, int]:
         return {str(self._numbers[name]): at for name, at in left.items() if at}
@@ -398,12 +400,29 @@ class ShardDivision:
         return Frozen(pickle.dumps({"part": self.parts[worker], **place._asdict()}))
 
 
+# -- sets of whole numbers as the bits of an int: bit k stands for the number k
+
+
+def bits_of(numbers: Iterable[int]) -> int:
+    """Return the set of `numbers`, none below 0."""
+    found = bytearray()
+    for number in numbers:
+        place, bit = divmod(number, 8)
+        if place >= len(found):
+            found.extend(bytes(place + 1 - len(found)))
+        found[place] |= 1 << bit
+    return int.from_bytes(found, "little")
+
+
+def numbers_in(bits: int) -> list[int]:
+    """Return the numbers in a set, in order."""
+    return [number for number, bit in enumerate(reversed(f"{bits:b}")) if bit == "1"]
+
+
 def _left_of(mask: Any, begun: Any, names: list[str]) -> dict[str, int]:
-    bits, found = int(mask, 16), dict[str, int]()
-    for number, name in enumerate(names):
-        if bits >> number & 1:
-            found[name] = int(begun.get(str(number), 0))
-    return found
+    return {
+        names[n]: int(begun.get(str(n), 0)) for n in numbers_in(int(mask, 16)) if n < len(names)
+    }
 
 
 def without(saved: Mapping[str, Any], sample: Sequence[int]) -> dict[str, Any]:

@@ -23,9 +23,10 @@ from hybridloader._support.user_objects import (
 )
 from hybridloader.devices.pinning import like
 from hybridloader.fetching.collate import is_default_collate, slot_for, teach_torch
+from hybridloader.fetching.shards import numbers_in
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
 from hybridloader.memory.slots import PrivateSlots, set_slots
-from hybridloader.pipeline.order import numbers_in, packed, unpacked
+from hybridloader.pipeline.order import packed, unpacked
 from hybridloader.running.operator import (
     INFINITE,
     Context,

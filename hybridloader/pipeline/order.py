@@ -9,7 +9,7 @@ import zlib
 from abc import abstractmethod
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from hybridloader._support.user_objects import Raised, counts_as_item, no_answer
 from hybridloader.errors import StateError
 from hybridloader.fetching.on_error import LeftOut, alike
+from hybridloader.fetching.shards import bits_of, group_of_ranks, numbers_in
 from hybridloader.running.operator import (
     INFINITE,
     SEED,
@@ -513,16 +514,11 @@ class ShardByRank(_Every):
     def share(self) -> tuple[int, int]:
         if self.num_replicas is not None and self.rank is not None:
             return self.num_replicas, self.rank
-        torch = sys.modules.get("torch")
-        distributed: Any = getattr(torch, "distributed", None)
-        if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
-            return 1, 0
-        return distributed.get_world_size(), distributed.get_rank()
+        rank, num_replicas = group_of_ranks() or (0, 1)
+        return num_replicas, rank
 
 
-# -- sets of whole numbers as texts, for states: a bit for each number, compressed
-#
-# A set is the bits of an int: bit k stands for the number k.
+# -- sets of whole numbers, see `bits_of`, as texts for states: a bit for each number, compressed
 
 LONGEST = 6_000  # characters of the longest text: a state is to stay below 10 KB
 
@@ -544,19 +540,3 @@ def unpacked(text: Any, name: str) -> int:
             StateError(f"{name}: the numbers in the state are damaged: {error}")
         ) from error
     return int.from_bytes(data, "little")
-
-
-def bits_of(numbers: Iterable[int]) -> int:
-    """Return the set of `numbers`, none below 0."""
-    found = bytearray()
-    for number in numbers:
-        place, bit = divmod(number, 8)
-        if place >= len(found):
-            found.extend(bytes(place + 1 - len(found)))
-        found[place] |= 1 << bit
-    return int.from_bytes(found, "little")
-
-
-def numbers_in(bits: int) -> list[int]:
-    """Return the numbers in a set, in order."""
-    return [number for number, bit in enumerate(reversed(f"{bits:b}")) if bit == "1"]

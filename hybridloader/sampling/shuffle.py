@@ -21,6 +21,7 @@ import numpy.typing as npt
 from hybridloader._support.text import flag, one_of, whole
 from hybridloader._support.user_objects import attribute
 from hybridloader.errors import StateError
+from hybridloader.fetching.shards import group_of_ranks
 from hybridloader.sampling.permutation import Permutation, order_of
 from hybridloader.sampling.resumable import (
     LONGEST,
@@ -85,16 +86,15 @@ class ShuffleSampler(ResumableSampler[int]):
 def _group(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """Return the number of ranks and this rank; None takes torch.distributed's."""
     if num_replicas is None or rank is None:
-        import torch.distributed as dist
-
-        if not _in_group():
+        group = group_of_ranks()
+        if group is None:
             raise ValueError(
                 f"num_replicas is {num_replicas} and rank is {rank}, but torch.distributed is not "
                 "initialized, from which a None is taken: call torch.distributed.init_process_group "
                 "first, or pass both"
             )
-        num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
-        rank = dist.get_rank() if rank is None else rank
+        num_replicas = group[1] if num_replicas is None else num_replicas
+        rank = group[0] if rank is None else rank
     num_replicas = whole("num_replicas", num_replicas, 1)
     return num_replicas, whole("rank", rank, 0, num_replicas - 1)
 
@@ -361,7 +361,7 @@ class BlockShuffleSampler(DistributedShuffleSampler):
         sizes = lengths_of(_sizes_of(data_source))
         if block_size is not None:
             sizes = _cut(sizes, whole("block_size", block_size, 1))
-        if num_replicas is None and rank is None and not _in_group():
+        if num_replicas is None and rank is None and group_of_ranks() is None:
             num_replicas, rank = 1, 0
         super().__init__(
             int(sizes.sum()),
@@ -504,9 +504,3 @@ def _cut(sizes: Ints, block: int) -> Ints:
     cut = np.full(int(pieces.sum()), block, np.int64)
     cut[np.cumsum(pieces) - 1] = sizes - (pieces - 1) * block
     return cut
-
-
-def _in_group() -> bool:
-    import torch.distributed as dist
-
-    return bool(dist.is_available() and dist.is_initialized())
