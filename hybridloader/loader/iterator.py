@@ -609,9 +609,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             stage.begin(source, seed, changes, epoch)
             return stage
         feed, left, waits = None, None, None
-        if (
-            not progress.iterable and self._reorder is None
-        ):  # else indices are ignored, or may be late
+        # Else indices are ignored, or when they are drawn can't be observed.
+        if not progress.iterable and self._reorder is None:
             feed, left = IndexFeed(), source
             for _ in range(self._prefetch_factor * self._num_workers):  # as torch does at first
                 left = feed.draw_from(left)
