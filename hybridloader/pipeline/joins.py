@@ -410,11 +410,11 @@ class ZipIterator(JoinIterator):
         self._row: list[Any] = []  # the items of the next one, as far as they have come
         self._failed: Exception | None = None  # what that row raises, once all of it has come
         self._ended = False
-        self._last: Exception | None = None  # what is to be raised yet, after the end
+        self._last: list[Exception] = []  # what is to be raised yet, after the end
 
     def __next__(self) -> Any:
         if self._ended:
-            self._raise_last()
+            self._finish()
         row, pulls = self._row, self._pulls
         while len(row) < len(pulls):
             try:
@@ -434,7 +434,8 @@ class ZipIterator(JoinIterator):
         self._count += 1
         self._row = []
         if self._failed is not None:
-            self._raise_failed()
+            failed, self._failed = Raised(self._failed), None
+            failed.throw()
         return tuple(row)
 
     def _spoil(self, error: Exception) -> None:
@@ -455,7 +456,7 @@ class ZipIterator(JoinIterator):
                 + ", or keep items from failing before it, with on_error=Replace(...)"
             )
             add_note(error, text)
-            self._ended, self._last = True, no_answer(IteratorClosed(text))
+            self._ended, self._last = True, [no_answer(IteratorClosed(text))]
             try:
                 raise error
             finally:
@@ -473,25 +474,20 @@ class ZipIterator(JoinIterator):
         if first != last:
             self._end(self._uneven(0, len(row) - 1) if first else self._uneven(len(row) - 1, 0))
 
-    def _raise_failed(self) -> NoReturn:
-        assert self._failed is not None
-        failed, self._failed = Raised(self._failed), None
-        failed.throw()
-
-    def _raise_last(self) -> NoReturn:
-        if self._last is None:
-            raise StopIteration
-        last = Raised(self._last)
-        if not isinstance(self._last, IteratorClosed):
-            self._last = None
-        last.throw()
-
     def _end(self, last: Exception | None) -> NoReturn:
-        """Raise the error of this row, then `last`, then always `StopIteration`."""
-        self._ended, self._last = True, last
-        if self._failed is not None and type(self._failed) is not LeftOut:
-            self._raise_failed()
-        self._raise_last()
+        """End: raise the error of this row, then `last`, then always `StopIteration`."""
+        both = self._failed, last
+        self._last = [one for one in both if one is not None and type(one) is not LeftOut]
+        self._ended, self._failed = True, None
+        del both  # a traceback whose frame holds its own exception is a cycle
+        self._finish()
+
+    def _finish(self) -> NoReturn:
+        """Raise the next error that is left after the end, or `StopIteration`."""
+        if not self._last:
+            raise StopIteration
+        closed = isinstance(self._last[0], IteratorClosed)  # which is raised each time
+        Raised(self._last[0] if closed else self._last.pop(0)).throw()
 
     def _uneven(self, ended: int, other: int) -> ValueError:
         return ValueError(
