@@ -203,7 +203,7 @@ class StageItems(StageIterator):
             extras = self._extras()
             notes = extras.get("notes")
             if self._ledger is not None:
-                self._note(self._ledger, results, notes or (), extras.get("uneven"))
+                self._note(self._ledger, notes or (), extras.get("uneven"))
             if notes is not None:
                 worker = self._stage.last.worker
                 self.flow.items_out += self._queue.add(results, notes, worker)
@@ -221,11 +221,7 @@ class StageItems(StageIterator):
                 results.discard()
 
     def _note(
-        self,
-        ledger: Ledger,
-        results: Any,
-        notes: Sequence[Note],
-        uneven: Sequence[tuple[int, int]] | None,
+        self, ledger: Ledger, notes: Sequence[Note], uneven: Sequence[tuple[int, int]] | None
     ) -> None:
         """Write in the ledger which of the results were made of which items of their task."""
         size = self._stage.items
