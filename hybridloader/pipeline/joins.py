@@ -83,14 +83,6 @@ class Branch(Source):
 
     not_fingerprinted = ("tee",)
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.tee, TeePoint):
-            raise TypeError(f"{self.name}: tee must be a TeePoint, not {short(self.tee)}")
-        instead = f"a tee of {self.tee.count} has branches 0 to {self.tee.count - 1}"
-        settle_whole(self, "number", 0, instead)
-        if self.number >= self.tee.count:
-            raise ValueError(f"{self.name}: there is no branch {self.number}: {instead}")
-
     @property
     def tee_place(self) -> tuple[TeePoint, int]:
         return self.tee, self.number
