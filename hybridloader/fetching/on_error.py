@@ -75,7 +75,7 @@ def all_failed(
 # -- policies of `on_error`: skip, replace or retry samples that fail
 #
 # They are descriptions, compared by value and sent to workers by pickle. They do nothing by themselves:
-# `ErrorHandler` repeats and replaces in the worker; `ErrorBudget` counts and records where results are
+# `ItemLoop` repeats and replaces in the worker; `ErrorBudget` counts and records where results are
 # handed out.
 
 LEAST = 1000

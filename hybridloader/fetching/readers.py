@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 from hybridloader._support.states import load_into
 from hybridloader._support.text import brief
 from hybridloader._support.torch_env import seed_datapipe
-from hybridloader._support.user_objects import add_note, attribute, foreign, is_container
+from hybridloader._support.user_objects import add_note, attribute, foreign
 from hybridloader.engine.dataset_state import ShardStart, states_of
 from hybridloader.engine.messages import (
     Abandoned,
@@ -111,16 +111,6 @@ class MapFetch(Fetch):
     @property
     def waits(self) -> bool:
         return attribute(self.dataset, "waits") is True
-
-    @property
-    def draws_nothing(self) -> bool:
-        """True if no function of the user runs: it looks up an index in a list, an array or a tensor."""
-        return not self.batched and is_container(self.dataset)
-
-    @property
-    def idle_threads(self) -> bool:
-        """True if several threads were asked for, but the dataset makes a batch in one call."""
-        return self.threads > 1 and self.batched and not one_by_one(self.dataset)
 
 
 @dataclass(frozen=True)

@@ -42,14 +42,14 @@ from hybridloader.engine.stage import RestartPolicy, Stage
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerTimeout
 from hybridloader.fetching.collate import with_entries, without_torch
 from hybridloader.fetching.on_error import ErrorBudget, Skipped, parse_on_error
-from hybridloader.fetching.readers import IterableFetch, MapFetch
+from hybridloader.fetching.readers import IterableFetch, MapFetch, one_by_one
 from hybridloader.fetching.shards import share_of
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import FullBatches, Progress, Results
 from hybridloader.loader.state import Begins, PassStart, ResumedDispatch
 from hybridloader.observe.figures import Faults, LoopRecord, StageRecord
 from hybridloader.observe.headroom_trials import KeptBatches, Reuse
-from hybridloader.observe.measures import BRIEF, LoopWaits, SourceTimes, record_of_relay
+from hybridloader.observe.measures import BRIEF, LoopWaits, SourceTimes, options_of, record_of_relay
 from hybridloader.observe.observation import Observation, is_observed
 from hybridloader.observe.stats import Stats
 from hybridloader.observe.tracing import traced
@@ -265,7 +265,11 @@ class LoaderObservation(Observation):
     ) -> None:
         number = plan.record.number  # the same for all iterators of a loader
         super().__init__(plan.options.observe, STAGE, number)
-        options = plan.advisable(fetch)
+        options = options_of(plan.backend, fetch, workers)  # that advice may name
+        if plan.multiprocessing_context is not None:  # another backend might contradict it
+            del options["backend"]
+        if workers:
+            options["persistent_workers"] = bool(plan.persistent_workers)
         self.stage = self.measures(STAGE, number, plan.backend, fetch, workers, window, options)
         self._batch_size = plan.batch_size
         # All the other mutable state, of the present epoch:
@@ -439,7 +443,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             sends_states=self._sends_states,
             state_every=plan.state_every,
         )
-        if fetch.idle_threads:
+        if fetch.threads > 1 and plan.batched and not one_by_one(dataset):
             warn_once(
                 f"threads_per_worker has no effect for {type(dataset).__name__}: its __getitems__ is "
                 "asked for a whole batch at once. Raise num_workers, or use threads in __getitems__.",

@@ -24,7 +24,6 @@ from torch.utils.data.dataloader import _DatasetKind
 from hybridloader._support.text import flag, function, seconds, warn_once, whole
 from hybridloader._support.user_objects import attribute, has
 from hybridloader.engine.contract import Backend, get_backend, usable
-from hybridloader.engine.messages import Fetch
 from hybridloader.engine.scheduler import ReorderLimit
 from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.loader.options import Options
@@ -32,7 +31,6 @@ from hybridloader.loader.progress import Progress
 from hybridloader.loader.samplers import Samplers
 from hybridloader.memory.limits import DEFAULT_MEMORY
 from hybridloader.observe.headroom_trials import KeptBatches
-from hybridloader.observe.measures import options_of
 from hybridloader.observe.observation import Observation
 from hybridloader.seeding.sample_rng import SampleSeeding, parse_seeding
 
@@ -231,15 +229,6 @@ class LoaderPlan:
                 "shard_remainders='join' joins the last samples of each worker's part of an iterable "
                 "dataset; leave it out for a map-style dataset, and with batch_size=None"
             )
-        return found
-
-    def advisable(self, fetch: Fetch) -> dict[str, Any]:
-        """Return the options that advice may name, because they have an effect, with their values."""
-        found = options_of(self.backend, fetch, int(self.num_workers))
-        if self.multiprocessing_context is not None:  # another backend might contradict it
-            del found["backend"]
-        if self.num_workers:
-            found["persistent_workers"] = bool(self.persistent_workers)
         return found
 
     # -- backend -------------------------------------------------------------------------------------

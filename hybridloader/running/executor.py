@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hybridloader._support.states import set_epoch, warn_of_few_shards
 from hybridloader._support.text import brief, warn
 from hybridloader._support.torch_env import one_thread_on_this_thread
-from hybridloader._support.user_objects import add_note, has, no_answer
+from hybridloader._support.user_objects import add_note, has, is_container, no_answer
 from hybridloader.devices.pinning import Pinner
 from hybridloader.engine.contract import CLOSING
 from hybridloader.engine.dataset_state import Change, DatasetChanges
@@ -360,8 +360,14 @@ class Executor(Runner):
         """
         origin = self._origin(node, [work], epoch, threads=relayed)
         function = node.works[work].step().function
-        if origin is None or (isinstance(function, MapFetch) and function.draws_nothing):
+        if origin is None:
             return None
+        if (
+            isinstance(function, MapFetch)
+            and not function.batched
+            and is_container(function.dataset)
+        ):
+            return None  # nothing draws: an index is looked up in a list, an array or a tensor
         from hybridloader.seeding.thread_generators import ThreadSampleRng
 
         sample_rng = ThreadSampleRng(origin, 0)

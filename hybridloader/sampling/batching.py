@@ -84,18 +84,15 @@ class PlannedBatchSampler(ResumableSampler[list[int]]):
     def _planned(self, epoch: int) -> EpochPlan:
         if self._plan is None or self._plan.epoch != epoch:
             self._plan = None  # frees the memory of the previous plan
-            samples = self._arranged(epoch)
+            if self.shuffle:  # class by class, each class in random order
+                order = Permutation(self._n, self.seed, epoch, purpose="samples").read(0, self._n)
+                samples = order[np.argsort(self._classes[order], kind="stable")]
+            else:
+                samples = np.argsort(self._classes, kind="stable")
             cuts = self._cuts or self._cut(samples)
             batches = Permutation(len(cuts.starts), self.seed, epoch, purpose="batches")
             self._plan = EpochPlan(epoch, samples, cuts, batches)
         return self._plan
-
-    def _arranged(self, epoch: int) -> Ints:
-        """Return the samples class by class, each class in random order."""
-        if not self.shuffle:
-            return np.argsort(self._classes, kind="stable")
-        samples = Permutation(self._n, self.seed, epoch, purpose="samples").read(0, self._n)
-        return samples[np.argsort(self._classes[samples], kind="stable")]
 
 
 def _cut_each(counts: Ints, size: int, *, drop_last: bool) -> Cuts:
