@@ -249,6 +249,10 @@ _PART = ".part-"  # prefix of the names of local files that are being written
 _EMPTY = "the source has no samples"
 
 
+def _ignore(done: int, total: int, name: str) -> None:
+    pass
+
+
 class _Folder:
     """Folder that shards are written to, local or of a store; it is made with the first file.
 
@@ -396,7 +400,12 @@ class ShardWriter:
         self._form, self._plan = form, {"format": form, **plan}
         # All the mutable state:
         self._counts = self._begun(url, resume)  # samples of each shard in its place
-        self._schema = schema or self._schema_there()
+        if schema is None and form == "parquet" and self._counts:  # that of the shards there
+            from pyarrow import parquet
+
+            with self._folder.store.open(self._folder.path(self._name(0))) as file:
+                schema = parquet.read_schema(file)
+        self._schema = schema
         self.written = sum(self._counts)
         self.shards = len(self._counts)  # before the one that is being filled
         self._shard: TarFile | ParquetFile | None = None  # that is being filled
@@ -428,14 +437,6 @@ class ShardWriter:
             )
         counts: list[int] = held["counts"]
         return counts
-
-    def _schema_there(self) -> Any:
-        if self._form == "tar" or not self._counts:
-            return None
-        from pyarrow import parquet
-
-        with self._folder.store.open(self._folder.path(self._name(0))) as file:
-            return parquet.read_schema(file)
 
     def _save(self, counts: list[int], done: bool = False) -> None:
         held = {"version": VERSION, "plan": self._plan, "counts": counts, "done": done}
@@ -549,7 +550,7 @@ def write_shards(
     schema: Any = None,
     workers: int = 4,
     storage_options: Mapping[str, Any] | None = None,
-    report: Callable[[int, int, str], object] = lambda *_: None,
+    report: Callable[[int, int, str], object] = _ignore,
 ) -> list[int]:
     """Write all samples of a dataset or an iterable into shards; see `ShardWriter`.
 
@@ -655,30 +656,24 @@ def _dataset(
         raise ValueError(_EMPTY)
     steps = min(count, _TRIED)
     tried = [sample(number * count // steps) for number in range(steps)]
-    total = min(_shards_of(count, given, form, schema, tried), count)
-    plan = {"samples": count, "shards": total, "first": _checksum(tried[0])}
+    if "shards" in given:
+        total = given["shards"]
+    elif "samples_per_shard" in given:
+        total = math.ceil(count / given["samples_per_shard"])
+    else:
+        trial = _FORMATS[form](io.BytesIO(), schema)
+        for number, one in enumerate(tried):
+            trial.add(one, number)
+        trial.finish()
+        size = trial.size / len(tried) * count
+        total = math.ceil(size / given.get("bytes_per_shard", BYTES)) or 1
+    plan = {"samples": count, "shards": min(total, count), "first": _checksum(tried[0])}
     return plan, lambda start: _read(sample, range(start, count), workers)
 
 
 def _checksum(sample: Any) -> int:
     """Return a checksum of the first sample, by which another source is noticed."""
     return zlib.crc32(repr(sample).encode("utf-8", "replace"))
-
-
-def _shards_of(
-    count: int, given: Mapping[str, int], form: str, schema: Any, tried: list[Any]
-) -> int:
-    """Return the number of shards of `count` samples, some of which were `tried`."""
-    if "shards" in given:
-        return given["shards"]
-    if "samples_per_shard" in given:
-        return math.ceil(count / given["samples_per_shard"])
-    trial = _FORMATS[form](io.BytesIO(), schema)
-    for number, one in enumerate(tried):
-        trial.add(one, number)
-    trial.finish()
-    size = trial.size / len(tried) * count
-    return math.ceil(size / given.get("bytes_per_shard", BYTES)) or 1
 
 
 def _read(sample: Callable[[int], Any], numbers: range, workers: int) -> Iterator[Any]:
