@@ -653,16 +653,25 @@ class LoaderIterator(_BaseDataLoaderIter):
             record = self._plan.record
             epoch = 0 if record.budget is None else record.budget.epoch + 1
             self._budget = record.budget = ErrorBudget(self._on_error, "DataLoader", epoch)
-        collate = _seeded(self._collate_fn, self._origin, lambda: progress.yielded)
-        pin = None if self._pinner is None or self._pin_thread is None else self._pinner.here
-        # The pinning thread does not see batches that are made here.
-        collate_fn = collate if pin is None else lambda samples: pin(collate(samples))
+        collate_fn, pinner = self._collate_fn, None if self._pin_thread is None else self._pinner
+        rng = None if self._origin is None else SampleRng(self._origin, 0)
+
+        def collate(samples: Any) -> Any:
+            """Make a batch of samples left over from others, which the pinning thread does not see."""
+            if rng is None:
+                batch = collate_fn(samples)
+            else:  # seeded by its number in the epoch, which a state has, too
+                with kept():
+                    key = b"refilled/%d" % progress.yielded
+                    batch = rng.call(COLLATE, key, collate_fn, samples)
+            return batch if pinner is None else pinner.here(batch)
+
         return FullBatches(
             batches,
             results.last,
             progress,
             self._budget,
-            collate_fn,
+            collate,
             drop_last=self._drop_last,
             copies=not self._backend.in_process,
             workers=bool(self._num_workers or self._plan.joins),
@@ -754,25 +763,6 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _seeded(
-    collate_fn: Callable[[Any], Any], origin: Origin | None, number: Callable[[], int]
-) -> Callable[[Any], Any]:
-    """Return `collate_fn` for batches that this process makes of samples left over from others.
-
-    Each call is seeded by the `number` of the batch in the epoch, which a state also has. It leaves the
-    caller's generators unchanged.
-    """
-    if origin is None:
-        return collate_fn
-    rng = SampleRng(origin, 0)
-
-    def collate(samples: Any) -> Any:
-        with kept():
-            return rng.call(COLLATE, b"refilled/%d" % number(), collate_fn, samples)
-
-    return collate
 
 
 def _call_while_alive(method: weakref.WeakMethod[Any], argument: Any) -> Any:
