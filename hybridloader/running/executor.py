@@ -34,12 +34,7 @@ from hybridloader.engine.messages import Fetch, TaskContext, WorkerSpec
 from hybridloader.engine.meter import TaskParts
 from hybridloader.engine.scheduler import ReorderLimit, Scheduler, least_busy
 from hybridloader.engine.stage import Stage
-from hybridloader.errors import (
-    BackendUnavailable,
-    IteratorClosed,
-    StateError,
-    WorkerPicklingError,
-)
+from hybridloader.errors import IteratorClosed, StateError, WorkerPicklingError
 from hybridloader.fetching.collate import with_entries
 from hybridloader.fetching.on_error import ErrorBudget, FailureLog, Skipped
 from hybridloader.fetching.readers import MapFetch, ReadersFetch, WorkFetch
@@ -295,8 +290,8 @@ class Executor(Runner):
                 locks=self.locks.get(path),
                 numbers=spec.seeding is not None and not node.reads,
             )
-        except (BackendUnavailable, WorkerPicklingError) as error:
-            raise type(error)(f"stage {node.name!r}: {error}") from error
+        except WorkerPicklingError as error:
+            raise WorkerPicklingError(f"stage {node.name!r}: {error}") from error
         dataset = None if node.backend.in_process else spec.fetch.dataset
         if node.reads:  # each thread has a copy of it too
             dataset = spec.fetch.dataset if has(spec.fetch.dataset, "set_epoch") else None

@@ -16,6 +16,7 @@ from typing import Any
 
 from hybridloader._support.text import table
 from hybridloader.engine.contract import Backend, usable
+from hybridloader.errors import BackendUnavailable
 from hybridloader.running.operator import (
     Chain,
     Length,
@@ -355,9 +356,10 @@ _Repeats = tuple[int, ...]
 
 
 def check(plan: ChainPlan) -> None:
-    """Find steps that can't run, before anything is started: tees, devices and other steps.
+    """Find steps that can't run, before anything is started: tees, devices, steps and backends.
 
-    Raises `ValueError`, or the error of a step.
+    Raises `ValueError`, `BackendUnavailable` for a backend that can't serve here, or the error of a
+    step.
     """
     _check_devices(plan)
     for operator in steps_in(plan.chain):
@@ -378,6 +380,13 @@ def check(plan: ChainPlan) -> None:
                 f"of the {tee.count} branches of a tee, {_listed(missing)} never joined, so "
                 "their items would pile up. Join all of them, as in Pipeline.zip(a, b)"
             )
+    for node in plan.all_nodes:
+        if not isinstance(node, WorkerNode):
+            continue
+        try:
+            node.backend.check()
+        except BackendUnavailable as error:
+            raise BackendUnavailable(f"stage {node.name!r}: {error}") from error
 
 
 def _check_devices(plan: ChainPlan) -> None:
