@@ -321,3 +321,19 @@ def test_a_stage_that_can_not_begin_says_so_for_each_task(backend: str, what: st
 def test_a_source_may_be_told_explicitly_that_it_has_no_backend() -> None:
     for where in ({"backend": None}, {"workers": None}):
         assert list(Pipeline.from_iterable([1, 2], **where)) == [1, 2]  # type: ignore[arg-type]
+
+
+def test_a_backend_that_can_not_serve_is_refused_before_any_worker_starts() -> None:
+    started = []
+
+    class Absent(Threads):
+        def check(self) -> None:
+            raise BackendUnavailable("no such machine")
+
+    pipe = Pipeline.from_dataset(range(4)).map(
+        abs, backend="threads", num_workers=1, worker_init_fn=started.append
+    )
+    pipe = pipe.map(str, backend=Absent(), num_workers=1)
+    with pytest.raises(BackendUnavailable, match=r"stage 'map\(str\)': no such machine"):
+        pipe.run()
+    assert started == []
