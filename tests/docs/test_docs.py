@@ -209,9 +209,7 @@ def test_the_files_that_pages_name_are_there() -> None:
         assert not missing, page.name
 
 
-@pytest.mark.parametrize(
-    "module", ["loader.dataloader", "testing", "compat.install", "compat.from_torch"]
-)
+@pytest.mark.parametrize("module", ["loader.dataloader", "testing", "compat.torch_loaders"])
 def test_examples_in_docstrings_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"hybridloader.{module}"))
     assert result.attempted
