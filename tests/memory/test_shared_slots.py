@@ -54,6 +54,15 @@ def test_a_slot_is_used_again_once_the_last_view_of_it_has_died_and_not_before(
     assert len(pair.numbers) == 2
 
 
+def test_a_batch_that_is_never_opened_gives_its_slots_back() -> None:
+    pair = Pair()
+    for _ in range(10):
+        slot_map, _ = pair.send(bytes(OWN), bytes(OWN), bytes(50_000))
+        assert len({*slots_of(slot_map)}) == 3
+        pair.reader.give_back(slot_map)
+    assert len(pair.numbers) == 3
+
+
 def test_read_only_and_empty_buffers_are_copied_or_need_nothing() -> None:
     pair = Pair()
     array = pair.empty(300_000)
