@@ -393,9 +393,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._watch = DatasetChanges(self._dataset) if self._persistent_workers else None
         self._origin = self._new_origin()
         self._pinner = pinner_for(options.device, pin_memory=bool(plan.pin_memory))
-        self._pin_thread: Runner | None = (
-            None  # one thread per epoch, and never two that pull at once
-        )
+        # One thread an epoch, and never two that pull at once:
+        self._pin_thread: Runner | None = None
         if self._pinner is not None and self._num_workers and not self._backend.in_caller:
             self._pin_thread = Runner()
             closed_with(self, self._pin_thread)
