@@ -197,7 +197,7 @@ ROWS: dict[str, tuple[Callable[[], Stats], tuple[str, str | None], str, str]] = 
         *(WAITS, "DataLoader", "will not help"),
     ),
     "a collation that waits": (
-        lambda: loaded(Work(), 2, collate_fn=sleeping, threads_per_worker=2, **FORK),
+        lambda: loaded(Work(length=240), 2, collate_fn=sleeping, threads_per_worker=2, **FORK),
         *(WAITS, "DataLoader", "num_workers="),
     ),
 }
