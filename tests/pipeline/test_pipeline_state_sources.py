@@ -98,6 +98,9 @@ def test_sources_go_on_where_they_were(name: str) -> None:
             rest = [events(run), *map(list, whole)]
         with make().epochs(3, state=state) as again:
             run = next(again)
+            # A filter may have left out the first item by now: its mark is then one further.
+            moved = {"marks": state["marks"]} if name == "random, behind a filter" else {}
+            assert {**saved(run), **moved} == state
             assert [events(run), *map(list, again)] == rest
 
 
