@@ -475,9 +475,9 @@ def _info(arguments: argparse.Namespace) -> None:
     with contextlib.suppress(
         ImportError, OSError
     ):  # a torch that can't be imported is reported as well
-        import torch
+        from hybridloader._support.installed_torch import current_accelerator
 
-        found["accelerator"] = str(torch.accelerator.current_accelerator() or "none")
+        found["accelerator"] = str(current_accelerator() or "none")
     found["CPUs"] = f"{limit().cores:g} of {len(affinity())}"
     found["memory"] = f"{process_limit() / 2**30:.1f} GiB"
     with contextlib.suppress(OSError):
