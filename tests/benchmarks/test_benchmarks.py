@@ -191,7 +191,8 @@ def test_stored_samples_come_once(name: str) -> None:
 
 def test_memory_of_workers_is_that_of_the_further_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     (_, answer) = measured("memory", "fork", monkeypatch, start="fork")
-    assert 0 < answer["value"] < 100
+    # A forked worker takes a few MB, as much as the system takes from or gives to others meanwhile.
+    assert abs(answer["value"]) < 100
 
 
 # -- words and tables ----------------------------------------------------------------------------------
