@@ -135,9 +135,6 @@ class _RayCrew(engine.Crew):
                 text += "Request less (Ray(num_cpus=...), num_workers=), or add nodes."
                 warn(text, "not-placed")
 
-    def page_lock(self, locks: Any) -> None:
-        self.slots.page_lock(locks)
-
     def start(self, worker: int, spec: engine.WorkerSpec) -> None:
         if _connection() != self.connection:  # otherwise Ray would start a cluster unasked
             raise engine.BackendUnavailable(

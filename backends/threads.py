@@ -24,7 +24,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from hybridloader._support.text import brief, warn
 from hybridloader._support.threads import join
@@ -53,9 +53,6 @@ from hybridloader.memory.shipping import replicate
 from hybridloader.memory.slots import PrivateSlots, on_this_thread, set_slots
 from hybridloader.seeding.sample_rng import Kind
 from hybridloader.seeding.worker_seeds import InlineSeeds, WorkerSeeds
-
-if TYPE_CHECKING:
-    from hybridloader.memory.accelerator import PageLocks
 
 _OURS = (threading.__file__, os.path.dirname(os.path.abspath(contract.__file__)), __file__)
 """Files of this package. Their frames at the beginning of a stack are left out, being the same in all
@@ -167,8 +164,6 @@ def _main(
 ) -> None:
     def prepare() -> None:
         set_slots(slots)
-        if slots.locks is not None:
-            slots.locks.enter()
 
     def listen() -> Callable[[], None]:
         if worker.wakes:
@@ -289,10 +284,6 @@ class _LocalCrew(Crew):
     def __init__(self, copies: bool, slots: PrivateSlots) -> None:
         teach_torch()
         self._copies, self._slots = copies, slots
-
-    def page_lock(self, locks: PageLocks) -> None:
-        self._slots.page_lock(locks)
-        self.upkeep = self._slots.warn
 
 
 class _ThreadCrew(_LocalCrew):

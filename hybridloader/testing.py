@@ -43,8 +43,6 @@ from hybridloader.engine.messages import (
     WorkerSpec,
 )
 from hybridloader.engine.worker import get_worker_info
-from hybridloader.fetching.collate import WithoutTorch
-from hybridloader.memory.accelerator import PageLocks
 
 __all__ = [
     "BackendContract",
@@ -279,13 +277,6 @@ def filled(index: int) -> Any:
     return np.full(1 << 20, index, dtype=np.int16)
 
 
-def collated(index: int) -> Any:
-    """Return a batch from the default collation that works without torch."""
-    import numpy as np
-
-    return WithoutTorch("default_collate")([np.full(1 << 19, index, dtype=np.uint8)])
-
-
 def fail_on_odd(index: int) -> int:
     if index % 2:
         raise ArithmeticError("odd", index)
@@ -348,13 +339,10 @@ class BackendContract:
 
     # -- tools -----------------------------------------------------------------------------------
 
-    def crew(self, spec: WorkerSpec, locks: PageLocks | None = None) -> Running:
+    def crew(self, spec: WorkerSpec) -> Running:
         """Return a crew of ``spec.workers`` workers: a context manager that starts and closes it."""
         self.backend.check()
-        crew = self.backend.open()
-        if locks is not None:
-            crew.page_lock(locks)
-        return Running(crew, spec)
+        return Running(self.backend.open(), spec)
 
     @staticmethod
     def spec(function: Callable[[Any], Any], workers: int = 1, **more: Any) -> WorkerSpec:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from hybridloader._support import system
 from hybridloader.backends.process import frames
@@ -65,10 +65,6 @@ from hybridloader.memory.shared_slots import (
 )
 from hybridloader.memory.slots import OWN, number_of, place_of
 
-if TYPE_CHECKING:
-    from hybridloader.memory.accelerator import PageLocks
-
-
 # -- Slots between the parent and one worker, both ways, and results of other workers forwarded to it.
 #
 # Results come through slots of the worker's; large tasks go through slots of the parent's, made at the
@@ -109,11 +105,10 @@ class SlotChannel:
         nameless: bool,  # the slots have no names
         *,
         forks: bool,  # the worker is a fork of this process
-        locks: PageLocks | None = None,  # locks the pages of results that are opened here
     ) -> None:
         self._share, self._forks = share, forks
         self.slots = share, nameless  # as `child.main` takes it
-        self.results = shared_slots.SlotReader(share // 2, nameless, locks)
+        self.results = shared_slots.SlotReader(share // 2, nameless)
         # All the other mutable state:
         self.refusal: str | None = None  # why a large task got no slot, until it is reported
         self.forwarded: dict[int, ProcessResult] = {}  # by task number, until the task is answered
@@ -464,11 +459,7 @@ class ProcessCrew(Crew):
         self._warned = False
         self._overflow: str | None = None
         self._warning: Callable[[], None] | None = None
-        self._locks: PageLocks | None = None
         self._oom = OomWatch()
-
-    def page_lock(self, locks: PageLocks) -> None:
-        self._locks = locks
 
     def start(self, worker: int, spec: WorkerSpec) -> None:
         if worker < len(self._workers):
@@ -476,7 +467,7 @@ class ProcessCrew(Crew):
         by_path = bool(system.TEMPORARY)
         record = PostmortemRecord.make() if by_path or self.transport.carries_descriptors else None
         share, forks = max(1, self._limit // max(1, spec.workers)), self._starter.forks
-        channel = SlotChannel(share, self._nameless, forks=forks, locks=self._locks)
+        channel = SlotChannel(share, self._nameless, forks=forks)
         place = _ProcessWorker(channel, record)
         note = partial(self._take_place, worker, place)
         try:
@@ -516,8 +507,6 @@ class ProcessCrew(Crew):
         if self._warning is not None:
             warning, self._warning = self._warning, None
             warning()
-        if self._locks is not None:
-            self._locks.warn()
         events: list[Event] = []
         for worker, frame in self.transport.wait(timeout):
             event = None

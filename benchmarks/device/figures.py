@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib.util
 import itertools
 import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -22,8 +20,6 @@ from benchmarks.device.steps import Device, each, percentile, stepping
 from benchmarks.machine import about
 from hybridloader import DataLoader, Memory, SharedMemory, Threads
 from hybridloader.devices.pinning import TorchAccelerator
-from hybridloader.memory import segments
-from hybridloader.memory.accelerator import PageLocks
 
 MB = 1_000_000
 IMAGE = 3 * 224 * 224
@@ -55,65 +51,17 @@ def machine(record: Record, *, small: bool) -> None:
 
 
 def driver(record: Record, *, small: bool) -> None:
-    """Assumptions about the driver, and the time of its calls, alone and beside a second of kernels."""
-    device, gpu = _accelerator(), Device(256 if small else 8192)  # the driver queues 1,024 kernels
-    size, products = (8 if small else 200) * MB, _products(gpu, 0.1 if small else 1.0)
+    """Assumptions about the driver, and the time of its calls."""
+    device = _accelerator()
     record("copies are queued beside the loop's stream", passed=device.queues_copies)
-    record("given pages can be locked", passed=device.locks_pages)
+    stream, count = device.current_stream(), 2000
 
-    def beside(name: str, call: Callable[[], object]) -> None:
-        """The call may not wait for the kernel."""
-        gpu.synchronize()
-        done = gpu.step(None, products)
-        seconds = _timed(call)
-        passed, detail = not done.query(), "waited for the kernel"
-        record(f"{name} beside a kernel", seconds * 1e3, "ms", passed, detail)
-        gpu.synchronize()
-
-    _marks(record, device)
-    if not device.locks_pages:
-        return
-    pages = {
-        "threads": segments.make_private(size, forks_share=True),
-        "processes": segments.map_descriptor(segments.anonymous_file(size), size),
-    }
-    for name, mapping in pages.items():
-        lock = partial(device.page_lock, mapping.address, size)
-        unlock = partial(device.page_unlock, mapping.address)
-        tensor = torch.frombuffer(mapping.view(), dtype=torch.uint8).zero_()  # makes the pages
-        record(f"{name}: lock {size // MB} MB", _timed(lock) * 1e3, "ms")
-        there = tensor.fill_(7).to(_kind(), non_blocking=True)
-        right = tensor.is_pinned() and bool((there == 7).all())
-        record(f"{name}: torch copies from locked pages", passed=right)
-        record(f"{name}: unlock", _timed(unlock) * 1e3, "ms")
-        beside(f"{name}: lock", lock)
-        beside(f"{name}: unlock", unlock)
-    lock()
-
-    def refused() -> None:
-        try:
-            lock()
-        except OSError as error:
-            record("the text of a refused lock", detail=error)
-
-    beside("a refused lock", refused)
-    unlock()
-    record("it leaves no error", passed=bool(torch.ones(3, device=_kind()).sum() == 3))
-
-
-def _marks(record: Record, device: Any, count: int = 2000) -> None:
-    """An event is made and destroyed for each mark, also on several threads at once."""
-    stream = device.current_stream()
-
-    def make(_: int) -> None:
+    def mark() -> None:
+        """Each mark makes an event, and destroys it."""
         for _ in range(count):
             device.mark(stream).query()
 
-    record("a mark", _timed(partial(make, 0)) / count * 1e6, "us")
-    with ThreadPoolExecutor(8) as threads:
-        seconds = _timed(lambda: list(threads.map(make, range(8))))
-    value = seconds / (8 * count) * 1e6
-    record("a mark, on 8 threads", value, "us", value <= 100, "100 us are allowed")
+    record("a mark", _timed(mark) / count * 1e6, "us")
 
 
 # -- bandwidth ---------------------------------------------------------------------------------------
@@ -140,12 +88,6 @@ class Many(Images):
         return [torch.full((32 << 10,), index % 251, dtype=torch.uint8) for _ in range(24)]
 
 
-class _Copying(TorchAccelerator):
-    """The same device without page-locked slots: batches are copied into torch's pinned memory."""
-
-    locks_pages = False
-
-
 def loaders(data: Any, batch: int, workers: int) -> dict[str, Callable[[], Iterator[Any]]]:
     """Return endless batches on the device, by the name of their loader."""
     memory = Memory(limit=8 << 30)
@@ -157,7 +99,6 @@ def loaders(data: Any, batch: int, workers: int) -> dict[str, Callable[[], Itera
 
     return {
         "threads": lambda: ours(Threads(memory=memory), _kind()),
-        "copied": lambda: ours(Threads(memory=memory), _Copying(_accelerator().device)),
         "processes": lambda: ours(SharedMemory(method, memory=memory), _kind()),
         "torch": lambda: _moved(_endless(Torch(data, batch, pin_memory=True, **common))),
     }
@@ -166,7 +107,7 @@ def loaders(data: Any, batch: int, workers: int) -> dict[str, Callable[[], Itera
 def bandwidth(record: Record, *, small: bool) -> None:
     """Bytes a second end to end, beside a bare loop of copies from pinned memory."""
     gpu, seconds, workers = Device(256), 0.1 if small else 0.8, _workers(small)
-    warmup, ratios = 2 * workers + 4, []
+    warmup = 2 * workers + 4
     for mb in (1, 2) if small else (50, 200):
         batch = max(1, mb * MB // IMAGE)
         size = batch * IMAGE / 1e9
@@ -180,21 +121,14 @@ def bandwidth(record: Record, *, small: bool) -> None:
                 found[name] = size / each(batches, gpu, seconds, CLOCK)
                 record(f"{mb} MB, {name}", found[name], "GB/s")
                 record(f"{mb} MB, {name}: first {warmup} batches", first[name], "s")
-                locked = [one.size for one in gc.get_objects() if isinstance(one, PageLocks)]
-                record(f"{mb} MB, {name}: page-locked slots", sum(locked) / MB, "MB")
                 del batches
         share = found["threads"] / found["bare"]
         record(f"{mb} MB, threads: share", share, "of bare", share >= 0.95, "0.95 is the goal")
-        ratios.append(found["threads"] / found["copied"])
-        record(f"{mb} MB, locked slots", ratios[-1], "times copies into pinned memory")
         with record.trying(f"{mb} MB, first batches"):
             late = first["threads"] / first["torch"]
-            text = "torch locks fewer pages"
-            record(f"{mb} MB, threads: first batches", late, "times torch's", late <= 1, text)
-    text = "1.10 in one size is the condition on which they stay"
-    record("locked slots", max(ratios), "times copies", max(ratios) >= 1.1, text)
+            record(f"{mb} MB, threads: first batches", late, "times torch's", late <= 1)
     found = {}
-    for name in ("threads", "torch"):  # each tensor has a slot, with two events and queries
+    for name in ("threads", "torch"):  # each tensor has a slot, and is pinned and copied
         batches = loaders(Many(100_000), 8, workers)[name]()
         _warm(batches, gpu, warmup)
         found[name] = each(batches, gpu, seconds, CLOCK) * 1e3
@@ -236,7 +170,7 @@ def overlap(record: Record, *, small: bool) -> None:
                 for ms in (5, 10) if small else (10, 50):
                     loop(f"{ms} ms, {mb} MB, {name}", batches, ms, copy, ours=name == "threads")
                 del batches
-    # Slots of many sizes retire all the time, and are unlocked where the last view dies.
+    # Slots of many sizes retire all the time, and torch pins memory for each size.
     least = 2 if small else 32
     sizes = [range(least + 37 * number % (8 * least)) for number in range(400)]
     common: dict[str, Any] = {"num_workers": workers, "device": _kind(), "batch_sampler": sizes}

@@ -4,11 +4,11 @@ Copies to a device are queued on one side stream. The current stream of the cons
 them, and the consumer does not. If the device does not support this, the consumer's thread copies. This
 module starts no thread, and does not depend on the source of the batches.
 
-Pinning asks a device through one protocol, `Accelerator`, so that threads, queues and slots that wait
-for an event can be tested without one. The code uses `torch.accelerator` and `torch.Stream`, which every
-device has. The module of the device (`torch.cuda`) may have its own class of streams. Two abilities,
-which only some devices have, are tried once: page-locking memory that torch did not make, and handing
-batches from one stream to another. torch is not imported before a device is looked for.
+Pinning asks a device through one protocol, `Accelerator`, so that threads, queues and streams can be
+tested without one. The code uses `torch.accelerator` and `torch.Stream`, which every device has. The
+module of the device (`torch.cuda`) may have its own class of streams. One ability, which only some
+devices have, is tried once: handing batches from one stream to another. torch is not imported before a
+device is looked for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import collections.abc as abc
 import copy
 import dataclasses
-import errno
 import functools
 import inspect
 import time
@@ -24,12 +23,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hybridloader._support.text import warn, whole
 from hybridloader._support.torch_env import initialized, one_thread_on_this_thread
 from hybridloader._support.user_objects import attribute, has
-from hybridloader.memory.accelerator import Accelerator, PageLocks, StreamMark
 from hybridloader.memory.packing import dense_parts
 
 if TYPE_CHECKING:
@@ -120,15 +118,13 @@ class Sent:
 
 
 class Pinner:
-    """Copies batches into page-locked memory.
+    """Copies batches into torch's page-locked memory.
 
     One thread calls `prepare` and `send`, another one calls `take`; `here` does both, on any thread. At
     most `batches_ahead` batches and `buffer_bytes` bytes wait between `send` and `take`.
     """
 
     stage = "pin_memory"  # name of the stage in errors
-    locks: PageLocks | None = None
-    """Page locks of the workers' slots; None: the slots are ordinary memory."""
 
     def __init__(
         self, accelerator: Accelerator, batches_ahead: int = AHEAD, buffer_bytes: int = BUFFER_BYTES
@@ -146,10 +142,10 @@ class Pinner:
         self.accelerator.enter()
         one_thread_on_this_thread()
 
-    def send(self, batch: list[Any]) -> Sent:
-        """Pin or copy the one batch in the list, which is emptied so that it keeps no reference."""
+    def send(self, batch: Any) -> Sent:
+        """Pin or copy `batch`. No copy that is still queued reads its memory."""
         sent = Sent()
-        sent.data = self._handled(batch.pop(), sent)
+        sent.data = self._handled(batch, sent)
         return sent
 
     def take(self, sent: Sent) -> Any:
@@ -165,8 +161,6 @@ class Pinner:
 
     def warn(self) -> None:
         """Warn of tensors not pinned, once for each advice. For the consumer's thread."""
-        if self.locks is not None:
-            self.locks.warn()
         if self.refusal is None:
             return
         (reason, advice), self.refusal = self.refusal, None
@@ -206,36 +200,29 @@ class Mover(Pinner):
     All copies are queued on one stream. The current stream of the consumer's thread waits for them. That
     stream is recorded in the allocator, so that the memory is not reused before the stream has read it.
     If the device does not support this, the thread that takes a batch copies it, on its stream.
-
-    `locks` learns the streams that read the workers' slots.
     """
 
     stage = "to"
 
     def __init__(self, accelerator: Accelerator, batches_ahead: int, buffer_bytes: int) -> None:
         super().__init__(accelerator, batches_ahead, buffer_bytes)
-        if accelerator.pins and accelerator.locks_pages:
-            self.locks = PageLocks(accelerator)
         self.stream: Any = None  # of the copies; None before `prepare`, and if they are not queued
         self._sent: deque[list[StreamMark]] = deque()  # `taken` of the last batches
 
     def prepare(self) -> None:
         super().prepare()
         self.stream = self.accelerator.side_stream()
-        if self.locks is not None and self.stream is not None:
-            self.locks.wait_for(self.stream)
 
-    def send(self, batch: list[Any]) -> Sent:
+    def send(self, batch: Any) -> Sent:
         accelerator, sent = self.accelerator, Sent()
         if self.stream is not None:
             self._let_the_device_catch_up(sent)
             with accelerator.on(self.stream):
-                # The last reference to the source dies in this block: slots read the current stream.
-                sent.data = self._handled(batch.pop(), sent, handed=True)
+                sent.data = self._handled(batch, sent, handed=True)
                 sent.mark = accelerator.mark(self.stream)
         else:
             sent.data = mapped(
-                batch.pop(),
+                batch,
                 moves_itself,
                 lambda part: self._pin(sent, part) if pins_itself(part) else part,
             )
@@ -257,19 +244,9 @@ class Mover(Pinner):
                 part.record_stream(stream)
         if not sent.late:
             return sent.data
-        self._read_by_this_stream()
         return mapped(
             sent.data, lambda part: type(part) is _Late, lambda late: self._to_device(late.part)
         )
-
-    def here(self, batch: Any) -> Any:
-        self._read_by_this_stream()
-        return super().here(batch)
-
-    def _read_by_this_stream(self) -> None:
-        """Make slots that are released from now on, on any thread, wait for this thread's stream."""
-        if self.locks is not None:
-            self.locks.wait_for(self.accelerator.current_stream())
 
     def _let_the_device_catch_up(self, sent: Sent) -> None:
         """Wait until the consumer's stream has done the work of before an earlier `take`.
@@ -314,7 +291,9 @@ class Mover(Pinner):
 
     def _to_device(self, part: Any) -> Any:
         name = self.accelerator.name
-        if self.accelerator.queues_copies and takes_non_blocking(type(part)):
+        # As in `move`: the memory of a part that did not pin itself may be reused at once.
+        pinned = self.accelerator.pins and pins_itself(part)
+        if pinned and self.accelerator.queues_copies and takes_non_blocking(type(part)):
             return part.to(name, non_blocking=True)
         return part.to(name)
 
@@ -325,11 +304,77 @@ class _Late(NamedTuple):
     part: Any
 
 
-# -- devices of torch, of any kind, and the choice of the one that batches are copied to
+# -- what a device must do, and the devices of torch, of any kind
 
-_NO_MORE = (2, 304)
-"""Codes of the driver if no more pages can be locked: `cudaErrorMemoryAllocation`, and
-`cudaErrorOperatingSystem` for a failed system call."""
+
+class StreamMark(Protocol):
+    """Point in a stream, such as a `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Return True if the device has reached it. Never waits."""
+
+
+class Accelerator(Protocol):
+    """One device. Its methods may be called from any thread."""
+
+    @property
+    def name(self) -> str:
+        """Name of the device as ``tensor.to`` takes it: ``"cuda:1"``."""
+
+    @property
+    def pins(self) -> bool:
+        """True if the device supports page-locked memory."""
+
+    @property
+    def queues_copies(self) -> bool:
+        """True if `move` may return before the copy is made.
+
+        Such a device supports marks in streams, streams that wait for marks, and an allocator that
+        accepts further streams of a tensor. If False, `side_stream`, `mark`, `hold_up`, `wait` and
+        `keep_for` are not called, and a batch is safe only on the stream that copied it.
+        """
+
+    def enter(self) -> None:
+        """Make it the current device of this thread, permanently."""
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor` in page-locked memory: itself if it is page-locked or on a device.
+
+        Raises `RuntimeError`, also if the system locks no more pages.
+        """
+
+    def side_stream(self) -> Any:
+        """Return a stream that runs in parallel to the user's; None if copies are not queued."""
+
+    def current_stream(self) -> Any:
+        """Return the current stream of this thread."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return True if `tensor` is on this device: parts of a moved batch may stay on the host."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make `stream` the current stream of this thread within the block."""
+
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy `tensor` to the device on this thread's stream; return itself if it is there.
+
+        The host waits for the copy, unless it `queues_copies` and the memory is page-locked.
+        """
+
+    def mark(self, stream: Any) -> StreamMark:
+        """Return a mark after all work that is queued on `stream` now."""
+
+    def hold_up(self, stream: Any, mark: StreamMark) -> None:
+        """Make `stream` wait for `mark`; the host does not wait."""
+
+    def wait(self, mark: StreamMark) -> None:
+        """Make the host wait until the device has reached `mark`."""
+
+    def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Record in the allocator that `stream` uses `tensor` too, so that it frees the memory later.
+
+        Called only for a tensor that the device `holds`: torch refuses others.
+        """
 
 
 _LOOK = 0.001
@@ -363,10 +408,6 @@ class TorchAccelerator:
         return self.device.type != "mps"
 
     @property
-    def locks_pages(self) -> bool:
-        return hasattr(self._module, "cudart")  # torch has no such call for other devices
-
-    @property
     def queues_copies(self) -> bool:
         return self.side_stream() is not None
 
@@ -377,28 +418,6 @@ class TorchAccelerator:
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
-
-    def page_lock(self, address: int, size: int) -> None:
-        if not self.locks_pages:
-            raise OSError(f"{self.device.type} can lock only pages that it allocated")
-        cudart = self._module.cudart()
-        with self._chosen():
-            # cudaHostRegisterPortable: locked for the contexts of all devices, not only this one.
-            code = cudart.cudaHostRegister(address, size, 1)
-            if int(code):
-                self._forget_error()
-        if int(code):
-            reason = cudart.cudaGetErrorString(code)
-            text = f"the driver does not lock {size:,} bytes: {reason}"
-            raise OSError(errno.ENOMEM, text) if int(code) in _NO_MORE else OSError(text)
-
-    def page_unlock(self, address: int) -> None:
-        try:
-            with self._chosen():
-                if int(self._module.cudart().cudaHostUnregister(address)):
-                    self._forget_error()
-        except Exception:  # the driver was shut down, which released all locks
-            pass
 
     def side_stream(self) -> Any:
         if not self.pins:
@@ -486,24 +505,6 @@ class TorchAccelerator:
             return False
         with self.on(stream):
             return bool(query())
-
-    def _forget_error(self) -> None:
-        """Clear the error that a call of the CUDA runtime has left on this thread.
-
-        Otherwise torch would raise it from this thread's next kernel, which did not cause it. torch
-        does not expose cudaGetLastError, but calls it after each launch.
-        """
-        import torch
-
-        try:
-            torch.ones((), device=self.device)
-        except RuntimeError:
-            pass
-
-    def _chosen(self) -> AbstractContextManager[Any]:
-        """Make this device the current one for a call: another one would get a context by it."""
-        context: AbstractContextManager[Any] = self._module.device(self.device)
-        return context
 
     @property
     def _module(self) -> Any:

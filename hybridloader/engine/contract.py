@@ -38,8 +38,6 @@ from hybridloader.memory.limits import DEFAULT_MEMORY, Memory, check_memory
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from hybridloader.memory.accelerator import PageLocks
-
 
 GRACE = 1.0  # seconds that workers get to end by themselves when their crew is closed
 
@@ -182,16 +180,6 @@ class Crew(ABC):
 
         Workers that share the caller's random generators run `spec.init_fn` while the caller waits, here
         or in `start`. Afterwards the states of these generators are restored.
-        """
-
-    def page_lock(self, locks: PageLocks) -> None:  # noqa: B027  # private memory needs no lock
-        """Lock the pages of large results, because a device is going to read them.
-
-        Called once, before any worker starts, and only if the consumer copies to a device. Such memory
-        is reused after the device has read it (`PageLocks.after_device`), and unlocked before it is
-        unmapped. At the end of `close` only memory of results still in use is locked. If the driver
-        refuses a lock, results are made in ordinary memory, and `wait` warns (`PageLocks.warn`). Workers
-        in other processes do not take part in this.
         """
 
     def flush(self) -> None:  # noqa: B027  # most crews have nothing to do

@@ -83,7 +83,6 @@ from hybridloader.errors import IteratorClosed, NotReady, TaskTimeout, WorkerDie
 
 if TYPE_CHECKING:
     from hybridloader.engine.meter import Metering
-    from hybridloader.memory.accelerator import PageLocks
 
 
 @dataclass(frozen=True)
@@ -617,7 +616,6 @@ class Stage(Iterator[Any]):
         forwards: bool = False,  # return unopened results that are sent to another process
         on_worker_death: RestartPolicy | None = None,  # None: a death is raised
         task_timeout: float = 0,  # seconds that a worker may take for one task; 0: no limit
-        locks: PageLocks | None = None,  # to lock the pages of results that a device will read
         numbers: bool = False,  # tasks carry the number of their first item, which seeds its work
         clock: Callable[[], float] = time.perf_counter,  # seconds; the same clock in all processes
     ) -> None:
@@ -661,8 +659,6 @@ class Stage(Iterator[Any]):
         self._pulling = threading.RLock()
         self._crew = crew = backend.open()
         self._finalizer = ended_with(self, crew)
-        if locks is not None:
-            crew.page_lock(locks)
         self.table = WorkerTable(self.spec, scheduler, crew, clock)
         self._supervisor: Supervisor | None = None
         if on_worker_death is not None or task_timeout > 0:

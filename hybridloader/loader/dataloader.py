@@ -35,10 +35,9 @@ if TYPE_CHECKING:
 
     from torch.utils.data import Dataset, Sampler
 
-    from hybridloader.devices.pinning import Transfer
+    from hybridloader.devices.pinning import Accelerator, Transfer
     from hybridloader.engine.stage import RestartPolicy
     from hybridloader.fetching.on_error import Replace, Retry, Skip, Skipped
-    from hybridloader.memory.accelerator import Accelerator
     from hybridloader.observe.observation import Observe
     from hybridloader.observe.stats import Stats
     from hybridloader.seeding.sample_rng import SampleSeeding

@@ -151,7 +151,7 @@ class _PinningIterator(Iterator[Any]):
         self._number += 1
         began = 0.0 if waits is None else perf_counter()
         try:
-            result = [stage.pull(self._epoch, wait=True)]
+            result = stage.pull(self._epoch, wait=True)
         except StopIteration:
             raise
         except Exception as error:
@@ -164,7 +164,7 @@ class _PinningIterator(Iterator[Any]):
             extras = stage.last.extras
             if extras is not None and "outcome" in extras and extras["outcome"].short is not None:
                 # Samples that still have to be collated into a batch.
-                return _QueuedResult(*self._place, extras, result.pop())
+                return _QueuedResult(*self._place, extras, result)
             sent = self._pinner.send(result)
             return _QueuedResult(*self._place, extras, sent, sent.size)
         except Exception as error:
@@ -494,7 +494,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             dispatch=self._dispatch,
             on_worker_death=RestartPolicy.of(self._plan.options.on_worker_death),
             task_timeout=self._plan.options.task_timeout,
-            locks=None if self._pinner is None else self._pinner.locks,
             observer=None if self._observation is None else self._observation.stage,
         )
 

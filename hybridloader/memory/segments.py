@@ -19,7 +19,6 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -46,14 +45,6 @@ class Mapping:
 
     def __init__(self, address: int, size: int, owner: Any = None) -> None:
         self.address, self.size, self._owner = address, size, owner
-
-    def at_end(self, function: Callable[..., object], *args: Any) -> None:
-        """Call ``function(*args)`` before it is unmapped, the last added function first.
-
-        The memory stays mapped until all functions have returned. They run on any thread, but not while
-        Python shuts down, which frees all memory.
-        """
-        weakref.finalize(self, function, *args).atexit = False
 
     def view(self, start: int = 0, size: int | None = None) -> Any:
         """Return `size` bytes from `start`, with the buffer protocol and weak references.
@@ -87,13 +78,9 @@ def make(size: int, *, nameless: bool) -> tuple[Mapping, Ticket, int | None]:
         raise
 
 
-def make_private(size: int, *, forks_share: bool = False) -> Mapping:
-    """Map `size` bytes for this process only. Raises `OSError` when there is no memory for them.
-
-    If `forks_share`, a forked process shares these pages. Otherwise a write after a fork would give the
-    parent new pages, while a device still reads the old ones.
-    """
-    if forks_share or not system.FORK:
+def make_private(size: int) -> Mapping:
+    """Map `size` bytes for this process only. Raises `OSError` when there is no memory for them."""
+    if not system.FORK:
         pages = mmap.mmap(-1, size)
     else:  # Python's default would share the pages with a fork
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -184,7 +171,8 @@ def map_descriptor(fd: int, size: int, *, private: bool = False) -> Mapping:
         code = ctypes.get_errno()
         raise OSError(code, f"could not map {size} bytes: {os.strerror(code)}")
     mapping = Mapping(address, size)
-    mapping.at_end(_libc().munmap, address, size)
+    # On any thread; Python's end frees all memory by itself.
+    weakref.finalize(mapping, _libc().munmap, address, size).atexit = False
     return mapping
 
 

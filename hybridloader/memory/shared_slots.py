@@ -17,17 +17,13 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 from hybridloader._support import system
 from hybridloader.memory import segments
 from hybridloader.memory.segments import ALIGN, Mapping, Ticket
 from hybridloader.memory.slots import KEPT, OWN, Made, Pool, forks, place_of
-
-if TYPE_CHECKING:
-    from hybridloader.memory.accelerator import PageLocks
-
 
 MOST_NEW = 48
 """Number of segments that one batch may announce: one message carries their descriptors, and the
@@ -35,7 +31,6 @@ kernel's limit is 253 (SCM_MAX_FD)."""
 
 
 _aliases = itertools.count(-1, -1)
-_lendings = itertools.count()
 
 
 def both_ways(share: int) -> tuple[int, int]:
@@ -163,8 +158,7 @@ class SlotWriter:
 class MappedSegment:
     """Segment in its reader: consecutive slots of `capacity` bytes.
 
-    `SlotReader` counts the slots for the writer. The pages may be locked for a device, from the first
-    batch that is opened over the segment until its end.
+    `SlotReader` counts the slots for the writer.
 
     `alias` is the segment's number for processes other than reader and writer. It is below 0 and unique
     in this process. `listeners` are called with the alias when the segment is gone, from any thread:
@@ -180,33 +174,12 @@ class MappedSegment:
         self.mapping, self.kept, self.capacity = mapping, kept, capacity
         self.alias = next(_aliases)
         self.listeners: set[Callable[[int], None]] = set()
-        self.locks: PageLocks | None = None  # None: its pages are not locked
-        self._lock_asked = self._ended = False
-        self.lent: set[int] = set()  # open batches over it; finalizers remove them
 
     def mapped(self) -> Mapping:
         """Return the memory. Raises `MemoryError` if it could not be mapped."""
         if isinstance(self.mapping, OSError):
             raise MemoryError(f"a slot of shared memory can't be mapped here: {self.mapping}")
         return self.mapping
-
-    def give_back(self, lent: int) -> None:
-        """Record that neither that batch nor the device reads it any more. From any thread."""
-        self.lent.discard(lent)
-        if self._ended:
-            self.unlock_soon()
-
-    def lock(self, locks: PageLocks) -> None:
-        """Lock the pages. Only the first call does this; later ones do nothing."""
-        if not self._lock_asked:
-            self._lock_asked = True
-            if locks.lock(self.mapped()):
-                self.locks = locks
-
-    def unlock_soon(self) -> None:
-        self._ended = True  # before the check; `give_back` changes `lent` before it reads this
-        if self.locks is not None and not self.lent:
-            self.locks.unlock(self.mapped().address)
 
     def end(self) -> None:
         """Call all listeners: the segment is gone, or will not be forwarded any more."""
@@ -225,16 +198,8 @@ class SlotReader:
     over its segment is opened, unless `forwards` is set.
     """
 
-    def __init__(
-        self,
-        limit: int,
-        keeps: bool = False,
-        # They lock a segment when the first batch over it is opened here:
-        locks: PageLocks | None = None,
-    ) -> None:
-        self.limit = limit
-        self.locks = locks
-        self._keeps = keeps
+    def __init__(self, limit: int, keeps: bool = False) -> None:
+        self.limit, self._keeps = limit, keeps
         # All the mutable state:
         self.segments: dict[int, MappedSegment] = {}  # by number
         self.overflow: str | None = None  # reason why the last batch was copied
@@ -320,24 +285,16 @@ class SlotReader:
         self._returned.append((number, 0))
 
     def returned(self) -> list[int]:
-        """Take the slots whose last array has died since the previous call, and that no device reads."""
-        if self.locks is not None:
-            self.locks.collect()
+        """Take the slots whose last array has died since the previous call."""
         if self._returned:
             self._collect()
         found, self._free = self._free, []
         return found
 
     def close(self) -> None:
-        """End all segments: the writer is gone. Batches that have arrived can still be opened.
-
-        Unused pages are unlocked now, others with the last view of them.
-        """
-        if self.locks is not None:
-            self.locks.collect()
+        """End all segments: the writer is gone. Batches that have arrived can still be opened."""
         for segment in list(self.segments.values()):
             segment.end()
-            segment.unlock_soon()
 
     def _collect(self) -> None:
         returned = self._returned
@@ -367,14 +324,8 @@ class SlotReader:
             self._returned.append((number, 0))
             return copied
         self.lent += size
-        if self.locks is not None:
-            segment.lock(self.locks)
-        lent = next(_lendings)
-        segment.lent.add(lent)
-        back = partial(_hand_in, self._returned, number, segment, lent, forks.latest)
-        # `back` also keeps the mapping alive as long as a view of it exists.
-        after = (back,) if segment.locks is None else (segment.locks.after_device, back)
-        weakref.finalize(array, *after).atexit = False
+        back = weakref.finalize(array, _hand_in, self._returned, number, segment, forks.latest)
+        back.atexit = False
         return memoryview(array).cast("B")
 
 
@@ -383,9 +334,9 @@ def slots_of(slot_map: SlotMap) -> list[int]:
 
 
 def _hand_in(
-    returned: deque[tuple[int, int]], number: int, segment: MappedSegment, lent: int, before: object
+    returned: deque[tuple[int, int]], number: int, segment: MappedSegment, before: object
 ) -> None:
-    segment.give_back(lent)
+    """Return a slot whose last view has died; its `segment` lives as long as such a view."""
     if forks.latest != before:
         number |= KEPT
     returned.append((number, segment.capacity))

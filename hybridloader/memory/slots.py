@@ -8,9 +8,6 @@ which another process has it. Only a queue that finalizers may write to from any
 count. At zero the slot is free, and only free slots are written to. So a collated tensor that a user's
 function keeps is safe, in the worker and in the parent.
 
-If a device reads the batches, the pages of a slot may be locked for it. Then a reference ends after
-the device has read them (`memory/accelerator.py`).
-
 No call here waits. It returns None if no slot is free and the limit or the system allows no new one;
 the batch is then made in ordinary memory.
 """
@@ -25,17 +22,12 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from hybridloader._support import system
 from hybridloader.memory import segments
 from hybridloader.memory.limits import warn_of_overflow
 from hybridloader.memory.segments import Mapping, Ticket
-
-if TYPE_CHECKING:
-    from hybridloader.memory.accelerator import PageLocks
-
 
 OWN = 256 * 1024
 """Bytes from which a buffer gets its own slot. Smaller buffers of a batch share one: copying a buffer
@@ -66,7 +58,7 @@ def place_of(number: int) -> tuple[int, int]:
 
 
 class Segment:
-    """Mapping divided into slots of `capacity` bytes; `locks` has locked its pages, if set."""
+    """Mapping divided into slots of `capacity` bytes."""
 
     def __init__(self, number: int, capacity: int, slots: int, made: Made) -> None:
         self.number, self.capacity = number, capacity
@@ -77,7 +69,6 @@ class Segment:
         self.kept: set[int] = set()  # places that must not become free again
         self.lost = 0  # number of `kept` places without references
         self.last = 0
-        self.locks: PageLocks | None = None
 
     @property
     def unused(self) -> bool:
@@ -126,7 +117,6 @@ class Pool:
         self._limit = limit
         self.taking = threading.Lock()  # for pools of several threads; `empty` takes it
         # All the mutable state:
-        self.locks: PageLocks | None = None  # locks the pages of new segments
         self.segments: dict[int, Segment] = {}  # by number
         self.size = self.made = 0  # bytes of all segments, and number of segments ever made
         self.retired: list[int] = []  # freed segments to be announced to the reader
@@ -149,17 +139,11 @@ class Pool:
             if number is None:
                 return None
             segment, buffer = self.segment_of(number), self.view(number, size)
-        # `gone` also keeps the mapping alive as long as a view of it exists.
-        shared = None if self.locks is None else forks.latest  # pages that forks share are locked
-        gone = partial(_drop, self._dropped, number, segment.mapping, shared)
-        after = (gone,) if segment.locks is None else (segment.locks.after_device, gone)
-        weakref.finalize(buffer, *after).atexit = False
+        weakref.finalize(buffer, _drop, self._dropped, number, segment.mapping).atexit = False
         return buffer
 
     def take(self, size: int) -> int | None:
         """Take a slot of at least `size` bytes, with one reference; None if no slot is available."""
-        if self.locks is not None and not self.locks.here:
-            self._abandon()
         self._collect()
         self._takes += 1
         number = None
@@ -235,23 +219,12 @@ class Pool:
         self._collect()
         for segment in self.segments.values():
             segment.close()
-        self._forget()
-
-    def _abandon(self) -> None:
-        """Forget the parent's slots in a forked process: the parent would see writes to them."""
-        self.locks = None
-        self._dropped.clear()
-        self._forget()
-
-    def _forget(self) -> None:
         for kept in (self.segments, self._starts, self._by_start, self._slots, self._roomy):
             kept.clear()
         self._unused.clear()
         self.size = 0
 
     def _collect(self) -> None:
-        if self.locks is not None:
-            self.locks.collect()
         dropped = self._dropped
         while dropped:
             self.release(dropped.popleft())
@@ -285,8 +258,6 @@ class Pool:
         except OSError as error:
             self.refusal = f"there is no memory for a slot of {capacity:,} bytes ({error})"
             return None
-        if self.locks is not None and self.locks.lock(segment.mapping):
-            segment.locks = self.locks
         self.made += 1
         self.size += segment.mapping.size
         self.segments[segment.number] = segment
@@ -320,8 +291,9 @@ class Pool:
         segment.close()
 
 
-def _drop(dropped: deque[int], number: int, mapping: Mapping, before: object) -> None:
-    dropped.append(number if before in (None, forks.latest) else number | KEPT)
+def _drop(dropped: deque[int], number: int, mapping: Mapping) -> None:
+    """Release a slot whose last view has died; its `mapping` lives as long as such a view."""
+    dropped.append(number)
 
 
 class PrivateSlots:
@@ -333,17 +305,8 @@ class PrivateSlots:
         self.refusal: str | None = None  # reason why a batch got no slot, for a warning
 
     @property
-    def locks(self) -> PageLocks | None:
-        """Page locks of the slots; None: their pages are not locked."""
-        return self.pool.locks
-
-    @property
     def size(self) -> int:
         return self.pool.size
-
-    def page_lock(self, locks: PageLocks) -> None:
-        """Lock the pages of all slots, which a device will read. Call it before the first is taken."""
-        self.pool.locks, self.pool.make = locks, partial(_make_private, forks_share=True)
 
     def empty(self, size: int) -> Any | None:
         """Return an uninitialized buffer of `size` bytes; None if no slot is available."""
@@ -353,10 +316,8 @@ class PrivateSlots:
         return found
 
     def warn(self) -> None:
-        """Warn, once, that there was no slot for a batch, and that pages could not be locked."""
+        """Warn, once, that there was no slot for a batch."""
         reason, self.refusal = self.refusal, None
-        if self.pool.locks is not None:
-            self.pool.locks.warn()
         if reason is not None and not self._warned:
             self._warned = True
             warn_of_overflow(reason)
@@ -374,8 +335,8 @@ class PrivateSlots:
                 self.pool.taking.release()
 
 
-def _make_private(size: int, number: int, *, forks_share: bool = False) -> Made:
-    return segments.make_private(size, forks_share=forks_share), None, None
+def _make_private(size: int, number: int) -> Made:
+    return segments.make_private(size), None, None
 
 
 # -- slots that a thread collates into, and hooks that run when a process first uses slots

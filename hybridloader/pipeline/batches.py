@@ -161,10 +161,7 @@ def check_collation(operator: Operator, collate_fn: Any, memory: Any) -> None:
 
 
 class _CollatingIterator(OperatorIterator):
-    """Base of the iterators that collate items by the rules of their operator.
-
-    The slots of batches are page-locked if a device is going to read them.
-    """
+    """Base of the iterators that collate items by the rules of their operator."""
 
     def __init__(
         self, items: Iterator[Any], rules: _OfSize | BucketBy | BatchBy, context: Context
@@ -180,8 +177,6 @@ class _CollatingIterator(OperatorIterator):
         self._stage, self._collate_fn = rules.name, collate_fn
         self._number = 0  # of batches that were made
         self._slots = PrivateSlots(rules.memory.bytes())
-        if context.locks is not None:
-            self._slots.page_lock(context.locks)
 
     def _collate(self, samples: list[Any]) -> Any:
         before = set_slots(self._slots)

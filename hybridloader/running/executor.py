@@ -73,7 +73,6 @@ from hybridloader.running.plan import (
     chains_in_rows,
     check,
     lay_out,
-    passes_on,
 )
 from hybridloader.running.state import (
     ONE_EACH,
@@ -99,7 +98,6 @@ from hybridloader.seeding.sample_rng import Origin, SampleRng, SampleSeeding, or
 
 if TYPE_CHECKING:
     from hybridloader._support.threads import Waits
-    from hybridloader.memory.accelerator import PageLocks
 
 
 class Runner:
@@ -190,7 +188,6 @@ class Executor(Runner):
         # All the mutable state:
         self.stages: dict[Path, RunningStage] = {}
         self.failure_log = FailureLog()  # of what was skipped
-        self.locks: dict[Path, PageLocks] = {}  # where a device reads what a node gives, as it is
         self._epochs: dict[Path, int] = {}  # of sources that workers read
         # Readers that resume in the first epoch of their stage, until they have, and their marks:
         self.resumed: dict[Path, tuple[Mark, ReaderStarts]] = {}
@@ -287,7 +284,6 @@ class Executor(Runner):
                 forwards=node.forwarded,
                 on_worker_death=placement.on_worker_death,
                 task_timeout=placement.task_timeout,
-                locks=self.locks.get(path),
                 numbers=spec.seeding is not None and not node.reads,
             )
         except WorkerPicklingError as error:
@@ -418,14 +414,9 @@ class Executor(Runner):
 
         Each comes with the epoch in which a run that begins with `epoch` enters it.
         """
-        locks: PageLocks | None = None  # of the device that reads what the node gives as it is
         for node in reversed(plan.nodes):
-            if isinstance(node, RelayNode) and node.pins:
-                pinner = self.pinner_of(node)
-                locks = None if pinner is None else pinner.locks
-            elif locks is not None and not passes_on(node):
-                self.locks[node.path] = locks
-                locks = None
+            if isinstance(node, RelayNode):
+                self.pinner_of(node)  # its device is looked for before any worker starts
             if isinstance(node, WorkerNode):
                 yield node, epoch
             elif isinstance(node, OperatorNode):
@@ -937,7 +928,6 @@ class OperatorContext:
         executor = of.executor
         self.seed = executor.seed if executor.seeded else None
         self.run_seed = executor.seed
-        self.locks = executor.locks.get(node.path)
         self._skipped = executor.failure_log.records
         self._opened = 0
 

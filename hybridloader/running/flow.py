@@ -445,7 +445,7 @@ class Sending(OperatorIterator):
 
     def __next__(self) -> Sent:
         self._number += 1
-        item = [self._pull()]
+        item = self._pull()
         try:
             return self._pinner.send(item)
         except Exception as error:

@@ -35,7 +35,6 @@ from hybridloader.seeding.sample_rng import SampleSeeding, parse_seeding
 
 if TYPE_CHECKING:
     from hybridloader.devices.pinning import Pinner
-    from hybridloader.memory.accelerator import PageLocks
 
 
 class Where(TypedDict, total=False):
@@ -346,8 +345,6 @@ class Context(Protocol):
     """Last mark of this operator in the run from which this one resumes."""
     needed: Needed | None
     """Result of `Operator.needed`, if it was asked."""
-    locks: PageLocks | None
-    """Page locks for memory that this operator makes, if a device is going to read it there."""
 
     def random(self, seed: int | None) -> random.Random:
         """Return a generator for this operator and pass: from `seed`, else from the run's own seed."""

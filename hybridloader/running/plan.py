@@ -300,11 +300,6 @@ def _kind_after(kind: str, node: Node) -> str:
     return "quick" if kind == "quick" and _is_quick(node) else "slow"
 
 
-def passes_on(node: Node) -> bool:
-    """Return True if items come out of a node in the very memory that they had before it."""
-    return isinstance(node, RelayNode) or (isinstance(node, OperatorNode) and node.operator.cheap)
-
-
 def _is_quick(node: Node) -> bool:
     if isinstance(node, InlineNode):
         return all(work.cheap for work in node.works)

@@ -34,12 +34,12 @@ def captured(mode, busy):
         "relaxed",
         pytest.param(
             "global",
-            marks=pytest.mark.xfail(strict=False, reason="pages are locked on another thread"),
+            marks=pytest.mark.xfail(strict=False, reason="another thread pins memory"),
         ),
     ],
 )
 def test_a_loop_captures_while_another_one_takes_batches(mode: str) -> None:
-    """The captures last until the other loop has taken ten batches, with locks, marks and copies."""
+    """The captures last until the other loop has taken ten batches: with pins, marks and copies."""
     run(
         CAPTURING
         + f"""
@@ -49,7 +49,7 @@ def train():
     try:
         with torch.cuda.stream(torch.cuda.Stream()):
             while not stop.is_set():
-                loader = loader_of(160, BACKENDS["threads"], device=KIND)  # locks new slots
+                loader = loader_of(160, BACKENDS["threads"], device=KIND)
                 found = []
                 for batch in loader:
                     found.append(digest(batch))

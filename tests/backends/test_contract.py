@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import pytest
 from support import bare_platform
-from support.backend_contract import BackendContract
 from support.platforms import FORK
 
 import hybridloader
@@ -31,6 +30,7 @@ from hybridloader.engine import (
     serve,
     thread_worker,
 )
+from hybridloader.testing import BackendContract
 
 
 class WithoutDefaults(Backend):

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.backend_contract import BackendContract
 from torch.utils.data import Dataset
 
 from hybridloader import (
@@ -28,7 +27,7 @@ from hybridloader import (
     get_worker_info,
 )
 from hybridloader.errors import BackendUnavailable, WorkerPicklingError
-from hybridloader.testing import Gate
+from hybridloader.testing import BackendContract, Gate
 
 ray = pytest.importorskip("ray")
 

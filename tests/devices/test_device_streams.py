@@ -1,4 +1,4 @@
-"""Batches between streams: on devices that can't hand them over, and slots that another stream reads."""
+"""Batches between streams, on devices that can hand them over and on others."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import pytest
 import torch
 from support.fake_accelerator import BUFFER_BYTES, FakeAccelerator, Mover
 from support.forking import in_a_fork
-from support.locked_slots import Private, address
 from support.pinning_datasets import Rows, first_of, reading
-from support.slot_pairs import page_locks
 
 from hybridloader import DataLoader, Pipeline
 
@@ -41,7 +39,7 @@ def test_what_is_read_late_on_the_users_stream_is_what_was_sent(
     own = device.new_stream()
     seen: list[bytes] = []
     for value in range(4):
-        ahead = [moving.send([{"x": torch.full((8,), value, dtype=torch.uint8)}])]
+        ahead = [moving.send({"x": torch.full((8,), value, dtype=torch.uint8)})]
         with device.on(own):
             data = moving.take(ahead.pop())
             device.launch(reading(data["x"], seen))
@@ -55,7 +53,7 @@ def test_what_is_read_late_on_the_users_stream_is_what_was_sent(
 def test_who_takes_a_batch_copies_it_from_page_locked_memory_then() -> None:
     device = Apart()
     moving = mover(device)
-    sent = moving.send([[torch.ones(4), 3]])
+    sent = moving.send([torch.ones(4), 3])
     assert device.is_pinned(sent.data[0])
     assert sent.size == 16
     data = moving.take(sent)
@@ -93,7 +91,7 @@ def test_a_part_that_stays_on_the_host_is_not_named_to_the_allocator(
     device = kind()
     moving = mover(device)
     packed = Packed(torch.arange(4), torch.ones(2), device)
-    found = moving.take(moving.send([packed]))
+    found = moving.take(moving.send(packed))
     assert device.holds(found.data)
     assert found.lengths is packed.lengths
     device.run()
@@ -102,99 +100,12 @@ def test_a_part_that_stays_on_the_host_is_not_named_to_the_allocator(
     assert device.refused == []
 
 
-# -- slots that a stream reads on which they do not die ---------------------------------------------
-
-
-def slots_of(pinner: Mover) -> Private:
-    assert pinner.locks is not None
-    return Private(pinner.locks)
-
-
-def drained(device: FakeAccelerator, pinner: Mover) -> None:
-    device.run()
-    assert pinner.locks is not None
-    pinner.locks.collect()
-    assert not page_locks._waiting
-
-
-def test_a_batch_that_somebody_keeps_longer_than_the_thread_is_read_by_the_copies_all_the_same() -> (
-    None
-):
-    """A sampler, a cache or a hook may hold it, and let it go where nothing tells of the copy."""
-    device = FakeAccelerator()
-    moving = Mover(device, 2, BUFFER_BYTES)
-    moving.prepare()
-    slots = slots_of(moving)
-    batch = slots.batch(1)
-    first = address(batch)
-    sent = moving.send([batch])
-    del batch  # on the default stream, which knows nothing of the copy
-    device.run(device.default)
-    assert address(slots.batch(2)) != first
-    data = moving.take(sent)
-    device.run()
-    assert (data == 1).all()
-    drained(device, moving)
-
-
-class Closed:
-    """Moves itself, and nobody can tell what it holds."""
-
-    def __init__(self, tensor: torch.Tensor, fake: FakeAccelerator) -> None:
-        self.tensor, self.fake = tensor, fake
-
-    def to(self, device: Any) -> torch.Tensor:
-        return self.fake.move(self.tensor)
-
-
-def test_a_slot_is_read_by_the_stream_of_who_moves_a_part_wherever_it_dies() -> None:
-    device = FakeAccelerator()
-    moving = Mover(device, 2, BUFFER_BYTES)
-    moving.prepare()
-    slots, own = slots_of(moving), device.new_stream()
-    batch = slots.batch(1)
-    assert batch is not None
-    first = address(batch)
-    sent = moving.send([Closed(batch, device)])
-    with device.on(own):
-        copy = moving.take(sent)
-    sent.data = None
-    del batch
-    device.run(device.default, moving.stream)
-    assert address(slots.batch(2)) != first
-    device.run()
-    assert (copy == 1).all()
-    drained(device, moving)
-
-
-def test_a_slot_that_was_copied_with_the_host_waiting_is_used_again() -> None:
-    device = Apart()
-    moving = Mover(device, 2, BUFFER_BYTES)
-    moving.prepare()
-    slots = slots_of(moving)
-    batch = slots.batch(1)
-    first = address(batch)
-    data = moving.take(moving.send([batch]))
-    del batch
-    assert (data == 1).all()
-    drained(device, moving)
-    assert address(slots.batch(2)) == first
-    drained(device, moving)
-    assert device.refused == []
-
-
 # -- the fake refuses what torch and a driver refuse ------------------------------------------------
 
 
 def test_the_fake_refuses() -> None:
     other = FakeAccelerator("fake:1")
-    foreign, locked = other.new_stream(), torch.zeros(64)
-    where, kept = locked.data_ptr(), list[torch.Tensor]()
-
-    def pinned(device: FakeAccelerator) -> None:
-        kept.append(device.pin(locked))
-        device.page_lock(kept[0].data_ptr(), 8)
-
+    foreign = other.new_stream()
     rows: list[tuple[Callable[[FakeAccelerator], object], type[Exception], str]] = [
         (lambda d: d.keep_for(torch.ones(2), d.default), NotImplementedError, "record_stream"),
         (lambda d: d.keep_for(d.move(torch.ones(2)), foreign), TypeError, "no stream of"),
@@ -202,9 +113,6 @@ def test_the_fake_refuses() -> None:
         (lambda d: d.hold_up(foreign, d.mark(d.default)), TypeError, "no stream of"),
         (lambda d: d.hold_up(d.default, None), TypeError, "no mark"),
         (lambda d: d.on(None).__enter__(), TypeError, "no stream of"),
-        (lambda d: d.page_lock(where, 0), OSError, "no 0 bytes"),
-        (lambda d: [d.page_lock(where, 256) for _ in range(2)], OSError, "locked already"),
-        (pinned, OSError, "locked already"),
     ]
     for call, kind, words in rows:
         device = FakeAccelerator()
@@ -214,9 +122,6 @@ def test_the_fake_refuses() -> None:
     device = Apart()
     with pytest.raises(NotImplementedError, match="aten::record_stream"):
         device.keep_for(device.move(torch.ones(1)), device.default)
-    device = FakeAccelerator()
-    device.page_unlock(4096)  # which may not raise
-    assert device.refused == ["no pages at 0x1000 are locked"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")

@@ -11,7 +11,6 @@ import ctypes
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -34,38 +33,31 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 
 def test_a_tensor_is_pinned_once_and_one_that_is_stays_itself() -> None:
-    """What was handed over is no longer held."""
     fake = FakeAccelerator()
     pinner = Pinner(fake)
     plain = torch.arange(6).view(2, 3)
     foreign = fake.pin(torch.arange(3))
-    batch = [{"plain": plain, "foreign": foreign}]
-    sent = pinner.send(batch)
-    assert batch == []
+    sent = pinner.send({"plain": plain, "foreign": foreign})
     data = pinner.take(sent)
     assert fake.is_pinned(data["plain"])
     assert not fake.is_pinned(plain)
     assert torch.equal(data["plain"], plain)
     assert data["foreign"] is foreign
     assert sent.size == plain.nbytes + foreign.nbytes
-    tensor = torch.arange(1000)
-    fake.page_lock(tensor.data_ptr(), tensor.nbytes)  # which pins it
-    assert pinner.here(tensor[10:20]).data_ptr() == tensor[10:].data_ptr()
-    fake.page_unlock(tensor.data_ptr())
 
 
 def test_where_the_system_refuses_to_pin_the_batch_comes_all_the_same_with_one_warning() -> None:
     fake = FakeAccelerator(pinnable=100)
     pinner = Pinner(fake)
-    kept = pinner.take(pinner.send([torch.zeros(20)]))
-    sent = pinner.send([torch.ones(20)])
+    kept = pinner.take(pinner.send(torch.zeros(20)))
+    sent = pinner.send(torch.ones(20))
     with pytest.warns(UserWarning, match=r"at most 100 bytes.*ulimit -l") as caught:
         refused = pinner.take(sent)
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert not fake.is_pinned(refused)
     assert torch.equal(refused, torch.ones(20))
-    again = pinner.take(pinner.send([torch.ones(20)]))  # and no other warning
+    again = pinner.take(pinner.send(torch.ones(20)))  # and no other warning
     assert not fake.is_pinned(again)
     del kept
     assert fake.is_pinned(pinner.here(torch.ones(20)))
@@ -142,49 +134,11 @@ def test_what_can_not_be_pinned_at_all_is_an_error_as_with_torch_unless_it_pins_
 
     sparse = torch.eye(3).to_sparse()
     with pytest.raises(RuntimeError, match="only dense"):
-        Pinner(Refusing()).send([sparse])
+        Pinner(Refusing()).send(sparse)
     edges = Edges(sparse)
-    sent = Pinner(Refusing()).send([edges])
+    sent = Pinner(Refusing()).send(edges)
     assert sent.data is edges
     assert sent.size == 0
-
-
-class Runtime:
-    """Refuses all, and keeps its last error for the next launch, as that of CUDA does."""
-
-    def __init__(self) -> None:
-        self.last = 0
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        self.last = 2
-        return self.last
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.last = 713
-        return self.last
-
-    def cudaGetErrorString(self, code: int) -> str:
-        return "out of memory"
-
-    def launch(self, *_: Any, **__: Any) -> None:
-        last, self.last = self.last, 0
-        if last:
-            raise RuntimeError(f"CUDA error {last}")
-
-
-def test_an_error_of_the_driver_is_not_left_to_the_next_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(torch, "ones", runtime.launch)
-    device = TorchAccelerator(torch.device("cuda", 0))
-    with pytest.raises(OSError, match="does not lock 4,096 bytes: out of memory"):
-        device.page_lock(1 << 20, 4096)
-    assert runtime.last == 0
-    device.page_unlock(1 << 20)
-    assert runtime.last == 0
 
 
 # -- moving ------------------------------------------------------------------------------------------
@@ -200,7 +154,7 @@ def test_copies_are_queued_and_the_stream_that_is_current_then_waits_and_no_host
     fake = FakeAccelerator()
     moving, own = mover(fake), fake.new_stream()
     host = torch.arange(6.0)
-    sent = moving.send([{"x": host.clone(), "n": 3}])
+    sent = moving.send({"x": host.clone(), "n": 3})
     seen: list[torch.Tensor] = []
     with fake.on(own):
         data = moving.take(sent)
@@ -219,7 +173,7 @@ def test_memory_of_the_device_is_not_used_again_before_the_stream_of_who_took_it
     moving = mover(fake)
     seen: list[bytes] = []
     for value in range(4):
-        data = moving.take(moving.send([torch.full((8,), value, dtype=torch.uint8)]))
+        data = moving.take(moving.send(torch.full((8,), value, dtype=torch.uint8)))
         address = data.data_ptr()  # a kernel has no more than that
         fake.launch(lambda address=address: seen.append(ctypes.string_at(address, 8)))
         del data
@@ -233,7 +187,7 @@ def test_a_kernel_that_is_done_gives_the_memory_free() -> None:
     moving = mover(fake)
     addresses = set()
     for _ in range(4):
-        data = moving.take(moving.send([torch.zeros(8)]))
+        data = moving.take(moving.send(torch.zeros(8)))
         addresses.add(data.data_ptr())
         del data
     assert len(addresses) == 1
@@ -243,11 +197,11 @@ def test_what_is_on_the_device_is_left_alone_and_an_empty_tensor_is_moved() -> N
     fake = FakeAccelerator()
     there = fake.move(torch.ones(3))
     moving = mover(fake)
-    assert moving.take(moving.send([[there]]))[0] is there
+    assert moving.take(moving.send([there]))[0] is there
     assert moving.here(there) is there
     assert fake.kept == []
     host = torch.empty(0, 3, dtype=torch.int16)
-    data = moving.take(moving.send([[host]]))[0]
+    data = moving.take(moving.send([host]))[0]
     fake.run()
     assert (data.shape, data.dtype) == (host.shape, host.dtype)
     assert data is not host
@@ -294,6 +248,13 @@ class Graph:
         self.streams.append(stream)
 
 
+class PinnedGraph(Graph):
+    """Pins itself before it moves."""
+
+    def pin_memory(self) -> PinnedGraph:
+        return self
+
+
 class Opaque:
     """Moves itself, and nobody can tell what it holds."""
 
@@ -327,20 +288,23 @@ def test_objects_that_move_themselves_do_so_and_hear_of_the_stream() -> None:
         pins = False  # type: ignore[assignment]
 
     moving = mover(FAKE)
-    graph, span = moving.take(moving.send([(Graph(torch.ones(1)), Span())]))
-    assert graph.moved == [FAKE.name, True]
-    assert graph.streams == [FAKE.default]
+    graph, pinned, span = moving.take(
+        moving.send((Graph(torch.ones(1)), PinnedGraph(torch.ones(1)), Span()))
+    )
+    assert graph.moved == [FAKE.name, False], "its memory may be used again at once"
+    assert pinned.moved == [FAKE.name, True]
+    assert graph.streams == pinned.streams == [FAKE.default]
     assert type(span) is Span
     moving = mover(OnCpu("cpu"))
     packed = pack_sequence([torch.arange(3), torch.arange(2)])
-    data = moving.take(moving.send([packed]))
+    data = moving.take(moving.send(packed))
     assert type(data) is PackedSequence
     assert torch.equal(data.data, packed.data)
 
 
 def test_of_which_nobody_knows_what_it_holds_that_is_moved_by_who_takes_it() -> None:
     moving = mover(FAKE)
-    sent = moving.send([{"o": Opaque(), "x": torch.ones(1)}])
+    sent = moving.send({"o": Opaque(), "x": torch.ones(1)})
     own = FAKE.new_stream()
     with FAKE.on(own):
         data = moving.take(sent)
@@ -358,34 +322,23 @@ def test_an_object_that_only_pins_is_pinned_and_what_a_named_one_holds_is_moved(
             return Pinnable(FAKE.pin(self.x))
 
     moving = mover(FAKE)
-    data = moving.take(moving.send([[Pinnable(torch.ones(2)), Leaf(1)]]))
+    data = moving.take(moving.send([Pinnable(torch.ones(2)), Leaf(1)]))
     assert FAKE.holds(data[0].x)
     assert data[1] == Leaf(1, 1)
 
 
-def test_a_device_that_locks_no_pages_pins_by_a_copy_and_one_that_can_nothing_copies_at_once() -> (
-    None
-):
-    class ByCopy(FakeAccelerator):
-        locks_pages = False
-
+def test_a_device_that_can_not_pin_copies_at_once() -> None:
     class Plain(FakeAccelerator):
         pins = queues_copies = False  # type: ignore[assignment]
 
         def pin(self, tensor: torch.Tensor) -> torch.Tensor:
             raise AssertionError("does not pin")
 
-    device = ByCopy()
-    pinner = Pinner(device)
-    assert pinner.locks is None
-    batch = pinner.here([torch.arange(3)])
-    assert device.is_pinned(batch[0])
-    assert torch.equal(batch[0], torch.arange(3))
     moving = Mover(Plain(), 1, 1)
     moving.prepare()
-    sent = moving.send([[torch.ones(2)]])
+    sent = moving.send([torch.ones(2)])
     assert torch.equal(moving.take(sent)[0], torch.ones(2))
-    assert moving.locks is moving.stream is None
+    assert moving.stream is None
     assert sent.size == 8
 
 
@@ -582,12 +535,3 @@ def test_what_has_stayed_elsewhere_is_not_held() -> None:
     assert device.holds(there)  # type: ignore[arg-type]
     assert not device.holds(beside)  # type: ignore[arg-type]
     assert not device.holds(host)  # type: ignore[arg-type]
-
-
-def test_pages_are_locked_only_where_there_is_a_call_for_it(scripted: Scripted) -> None:
-    device = TorchAccelerator(DEVICE)
-    assert not device.locks_pages
-    with pytest.raises(OSError, match="can lock only pages that it allocated"):
-        device.page_lock(1 << 20, 4096)
-    scripted.module.cudart = object
-    assert device.locks_pages

@@ -122,7 +122,7 @@ def test_a_device_that_can_not_be_entered_is_an_error_and_no_early_end() -> None
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_refused_pinning_is_one_warning_and_every_batch_comes(workers: int) -> None:
-    fake = FakeAccelerator(pinnable=0, lockable=0)
+    fake = FakeAccelerator(pinnable=0)
     loader = DataLoader(
         Rows(), 4, num_workers=workers, backend="threads" if workers else None, device=fake
     )

@@ -10,7 +10,6 @@ torch or a driver would refuse; docs/devices.md lists them.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import threading
 import weakref
@@ -74,8 +73,6 @@ class FakeAccelerator:
     ----------
     name
         Name of the device.
-    lockable
-        Most bytes that `page_lock` may have locked at once; None for no limit.
     pinnable
         Most bytes of living tensors made by `pin`; None for no limit.
     manual
@@ -83,8 +80,6 @@ class FakeAccelerator:
 
     Attributes
     ----------
-    locked
-        Bytes that are page-locked now, by address.
     pinned
         Bytes of living memory made by `pin`, by address.
     entered
@@ -92,31 +87,27 @@ class FakeAccelerator:
     kept
         Calls of `keep_for`: the address of the tensor's memory, and the stream.
     refused
-        Texts of all refusals, also of those that were not raised: `page_unlock` never raises.
+        Texts of all refusals.
     """
 
     pins = True
-    locks_pages = True
     queues_copies = True
 
     def __init__(
         self,
         name: str = "fake:0",
         *,
-        lockable: int | None = None,
         pinnable: int | None = None,
         manual: bool = True,
     ) -> None:
         self.name = name
-        self.lockable, self.pinnable = lockable, pinnable
-        self.manual = manual
+        self.pinnable, self.manual = pinnable, manual
         self._lock = threading.RLock()  # finalizers take it too
         self._running = False  # under the lock
         self.default = FakeStream("default")
         # All the other mutable state:
         self.streams = [self.default]
         self._side: FakeStream | None = None
-        self.locked: dict[int, int] = {}
         self.pinned: dict[int, int] = {}
         self.entered: list[int] = []
         self.kept: list[tuple[int, FakeStream]] = []
@@ -160,33 +151,8 @@ class FakeAccelerator:
         return copy
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return True if `tensor` was made by `pin`, or lies in pages that are locked."""
-        address = tensor.untyped_storage().data_ptr()
-        with self._lock:
-            return address in self.pinned or self._is_locked(address)
-
-    def _is_locked(self, address: int) -> bool:
-        return any(start <= address < start + size for start, size in self.locked.items())
-
-    def page_lock(self, address: int, size: int) -> None:
-        self._use()
-        with self._lock:
-            if not address or size <= 0:
-                raise self._refusal(OSError(f"there are no {size} bytes at {address:#x} to lock"))
-            if self.lockable is not None and sum(self.locked.values()) + size > self.lockable:
-                says = f"the fake device locks at most {self.lockable:,} bytes"
-                raise OSError(errno.ENOMEM, says)
-            for start, taken in (*self.locked.items(), *self.pinned.items()):
-                if start < address + size and address < start + taken:
-                    raise self._refusal(OSError("some of these pages are locked already"))
-            self.locked[address] = size
-
-    def page_unlock(self, address: int) -> None:
-        with self._lock:
-            if self._user not in (None, os.getpid()):
-                self._refusal(RuntimeError("page_unlock in a fork"))
-            elif self.locked.pop(address, None) is None:
-                self._refusal(RuntimeError(f"no pages at {address:#x} are locked"))
+        """Return True if `tensor` was made by `pin`."""
+        return tensor.untyped_storage().data_ptr() in self.pinned
 
     # -- streams ---------------------------------------------------------------------------------------
 
@@ -270,39 +236,16 @@ class FakeAccelerator:
             return tensor
         stream = self.current_stream()
         view = self._allocate(_size_of(tensor), stream)
-        copy, source = _over(view, tensor), self._source(tensor)
+        copy = _over(view, tensor)
         target = _over(self._blocks[ctypes.addressof(view)].memory, tensor)
-        self._queue(stream, lambda: target.copy_(source()))  # it does not keep the block in use
+        # torch's allocator keeps its pinned memory until then; the driver stages other memory now.
+        source = tensor if self.is_pinned(tensor) else tensor.clone()
+        self._queue(stream, lambda: target.copy_(source))  # it does not keep the block in use
         if not self.queues_copies:  # the host waits until the copy is made
             self.run(stream)
             if stream.queue:
                 self.run()
         return copy
-
-    def _source(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return the function that reads the source once the copy is made.
-
-        From pages that other code locked, it reads the contents of that later time.
-        """
-        storage = tensor.untyped_storage()
-        address, size = storage.data_ptr(), storage.nbytes()
-        if address in self.pinned:
-            return lambda: tensor  # torch's allocator keeps its pinned memory until then
-        if not self.is_pinned(tensor):
-            staged = tensor.clone()  # the driver does so before it returns
-            return lambda: staged
-        dtype, shape = tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset())
-
-        def read() -> torch.Tensor:
-            import torch
-
-            if not self._is_locked(address):
-                raise RuntimeError("a copy reads pages that were unlocked too early")
-            there = (ctypes.c_char * size).from_address(address)
-            whole = torch.frombuffer(there, dtype=dtype, count=size // dtype.itemsize)
-            return whole.as_strided(*shape)
-
-        return read
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
         self._check(stream)

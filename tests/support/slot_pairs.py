@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 
 from hybridloader.backends.process.backend import nameless_slots
-from hybridloader.memory import accelerator as page_locks
 from hybridloader.memory import segments, shared_slots, slots
-from hybridloader.memory.accelerator import PageLocks
 from hybridloader.memory.packing import tensor_over
 from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN, capacity_for
 
-__all__ = ["OWN", "capacity_for", "page_locks", "segments", "shared_slots", "tensor_over"]
+__all__ = ["OWN", "capacity_for", "segments", "shared_slots", "tensor_over"]
 
 LARGE = 1 << 40
 
@@ -24,13 +22,9 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def writer_and_reader(
-    limit: int = LARGE,
-    hold: int = LARGE,
-    locks: PageLocks | None = None,
-) -> tuple[SlotWriter, SlotReader]:
+def writer_and_reader(limit: int = LARGE, hold: int = LARGE) -> tuple[SlotWriter, SlotReader]:
     """Return both sides of one worker's slots, which have names where this platform needs them."""
-    return SlotWriter(limit, nameless_slots()), SlotReader(hold, locks=locks)
+    return SlotWriter(limit, nameless_slots()), SlotReader(hold)
 
 
 class Pair:

@@ -30,7 +30,6 @@ FACTORIES = (
 )
 
 in_use = False
-registered: dict[int, int] = {}  # bytes, by address
 pinned: set[int] = set()  # addresses
 generator = [torch.zeros(16, dtype=torch.uint8)]
 here = threading.local()
@@ -88,9 +87,7 @@ def address(tensor: torch.Tensor) -> int:
 
 def is_pinned(self: torch.Tensor, *_: Any) -> bool:
     start = address(self)
-    return not isinstance(self, There) and (
-        start in pinned or any(at <= start < at + size for at, size in registered.items())
-    )
+    return not isinstance(self, There) and start in pinned
 
 
 def pin_memory(self: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -193,17 +190,7 @@ def graph(graph: CUDAGraph, capture_error_mode: str = "global") -> Any:
 
 
 class Runtime:
-    """The calls of `torch.cuda.cudart()` that the library makes, and those of the tests."""
-
-    def cudaHostRegister(self, at: int, size: int, flags: int) -> int:
-        use()
-        return 712 if at in registered else registered.setdefault(at, size) - size
-
-    def cudaHostUnregister(self, at: int) -> int:
-        return 713 if registered.pop(at, None) is None else 0
-
-    def cudaGetErrorString(self, code: int) -> str:
-        return f"error {code} of the stub"
+    """The calls of `torch.cuda.cudart()` that the tests make."""
 
     def cudaStreamCreate(self, at: int) -> int:
         return 0
