@@ -44,32 +44,29 @@ class Note(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Metadata of the value of a loader's task: a batch, or the samples that are left of one."""
+    """Metadata of the value of a loader's task: a batch, or a list of samples."""
 
     attempted: int  # samples, those of `failures` included
     failures: Sequence[FailureRecord] = ()
-    short: Sequence[Any] | None = None  # indices of samples not collated; None: a batch
-    wanted: int = 0  # samples of a full batch
+    rest: Sequence[int] | None = None
+    """Numbers of the samples in the list: the last ones of a shard, to be joined with those of others.
+    It is empty if there is none. None: the value is a batch."""
 
 
 Attempt = tuple[Any, Outcome]  # value of a task, and the outcome of its samples
 
 
-def short_batch(
-    indices: Sequence[Any], samples: list[Any], failures: Sequence[FailureRecord], wanted: int
-) -> Attempt:
-    """Return the samples that are left of a batch."""
-    return samples, Outcome(len(samples) + len(failures), failures, indices, wanted)
+def nothing_left(failures: Sequence[FailureRecord]) -> Attempt:
+    """Return the attempt at a batch of which all samples have failed."""
+    return [], Outcome(len(failures), failures, [])
 
 
 def all_failed(
-    indices: Sequence[Any], error: Exception, failures: Sequence[FailureRecord], wanted: int
+    indices: Sequence[Any], error: Exception, failures: Sequence[FailureRecord]
 ) -> Attempt:
     """Return the attempt at a batch whose good samples fail as a whole; `failures` came before."""
     batch = [FailureRecord(index, place, Failure(error)) for place, index in enumerate(indices)]
-    return short_batch(
-        [], [], sorted([*failures, *batch], key=lambda failed: failed.position), wanted
-    )
+    return nothing_left(sorted([*failures, *batch], key=lambda failed: failed.position))
 
 
 # -- policies of `on_error`: skip, replace or retry samples that fail

@@ -54,8 +54,8 @@ from hybridloader.fetching.on_error import (
     Outcome,
     Policy,
     all_failed,
+    nothing_left,
     rest_is_lost,
-    short_batch,
 )
 from hybridloader.fetching.shards import NamedShardsIterator, names_of, shares_of
 from hybridloader.seeding.sample_rng import (
@@ -86,7 +86,6 @@ class MapFetch(Fetch):
     private: bool = False
     threads: int = 1  # see `Fanout`; no effect if the dataset makes a batch in one call
     on_error: Policy | None = None  # with a policy, each result has an `Outcome`
-    fill: bool = True  # a short batch is sent uncollated, and filled with samples of others
     sends_states: bool = False  # the dataset has a state that is sent with results
     state_every: int = 0  # least number of results between states; 0: as often as is cheap
 
@@ -207,11 +206,11 @@ class LoaderFetcher(Fetcher):
         context: TaskContext,
         read: Callable[[Any], Any],  # reads one sample
         *,
-        fill: bool,  # a short batch is sent uncollated
+        join: bool = False,  # send a short batch uncollated
         helpers: Fanout | None = None,
     ) -> None:
         self._context, self.rng = context, context.rng
-        self._batched, self._fill = work.batched, fill
+        self._batched, self._join = work.batched, join
         collate_fn = work.collate_fn
         if self.rng is not None and not is_default_collate(collate_fn):  # which draws nothing
             collate_fn = self.rng.seeded_collate(collate_fn)
@@ -234,28 +233,28 @@ class LoaderFetcher(Fetcher):
         return attempt[0]
 
     def _joined(self, asked: Sequence[Any], results: TaskResults, wanted: int) -> Attempt:
-        """Return the good samples as a batch, or uncollated if they are to be filled up."""
+        """Return the good samples as a batch, or uncollated if they are to be joined with others."""
         indices, samples = asked, results.values
         failures: list[FailureRecord] = []
         if results.notes:
-            indices, failures = _left(asked, results), results.failures
-        if len(samples) < wanted and (self._fill or not samples):
-            return short_batch(indices, samples, failures, wanted)
+            failures = results.failures
+            indices = _left(asked, failures)
+        if not samples:
+            return nothing_left(failures)
+        if self._join and len(samples) < wanted:
+            return samples, Outcome(_attempted(indices, failures), failures, indices)
         return self._collated(indices, samples, failures)
 
     def _collated(
         self, indices: Sequence[Any], samples: Any, failures: list[FailureRecord]
     ) -> Attempt:
         """Return `samples` as a batch; if they can't be collated, all of them have failed."""
-        attempted = len(indices)
-        if failures:
-            attempted += sum(not failed.replaced for failed in failures)
         try:
-            return self._collate(samples), Outcome(attempted, failures)
+            return self._collate(samples), Outcome(_attempted(indices, failures), failures)
         except Exception as error:
             if self._loop is None or not self._loop.skips:
                 raise
-            return all_failed(indices, foreign(error), failures, attempted)
+            return all_failed(indices, foreign(error), failures)
 
     def _collate(self, samples: Any) -> Any:
         return self._collate_fn(samples if self._batched else samples[0])
@@ -266,31 +265,23 @@ class LoaderFetcher(Fetcher):
             return super().mend(value, error, check)
         assert self._context.extras is not None
         outcome: Outcome = self._context.extras["outcome"]
-        if outcome.short is None:
-            attempt = all_failed(self._asked, error, outcome.failures, len(self._asked))
-        else:
-            results = TaskResults()
-            loop.add_sendable(zip(outcome.short, value, strict=True), check, results)
-            failures = [*outcome.failures, *results.failures]
-            indices = _left(outcome.short, results)
-            attempt = short_batch(indices, results.values, failures, outcome.wanted)
-        return self._answer(self._asked, attempt)
+        good = _left(self._asked, outcome.failures)
+        return self._answer(self._asked, all_failed(good, error, outcome.failures))
 
 
-def _left(asked: Sequence[Any], results: TaskResults) -> list[Any]:
+def _attempted(good: Sequence[Any], failures: Sequence[FailureRecord]) -> int:
+    """Return the number of samples of a batch, of which `good` are left."""
+    return len(good) + len([failed for failed in failures if not failed.replaced])
+
+
+def _left(asked: Sequence[Any], failures: Sequence[FailureRecord]) -> list[Any]:
     """Return the indices of the good samples."""
-    failed = [failed.position for failed in results.failures if not failed.replaced]
+    failed = [failed.position for failed in failures if not failed.replaced]
     gone = {place + before for before, place in enumerate(failed)}
     return [index for place, index in enumerate(asked) if place not in gone]
 
 
 # -- by index --------------------------------------------------------------------------------------
-
-
-class PartialBatch(list[Any]):
-    """Indices of samples to be sent uncollated: part of a batch that should have `wanted` samples."""
-
-    wanted = 0
 
 
 class IndexedFetcher(LoaderFetcher):
@@ -304,7 +295,7 @@ class IndexedFetcher(LoaderFetcher):
             self._helpers = Fanout.of(context, work.threads)
         one = _one_of(dataset)
         read = one if rng is None else rng.seeded(one)
-        super().__init__(work, context, read, fill=work.fill, helpers=self._helpers)
+        super().__init__(work, context, read, helpers=self._helpers)
         self._gather = gatherer(dataset, work.collate_fn) if batched else None
         self._dataset = self._in_turn = dataset
         if rng is not None:
@@ -362,11 +353,6 @@ class IndexedFetcher(LoaderFetcher):
         """Return the value of a task and the outcome of its samples. On any thread."""
         assert self._loop is not None
         asked = index if self._batched else [index]
-        # Not numbered: a worker's death can't be attributed to one of its samples.
-        if type(asked) is PartialBatch:
-            results = self._loop.run(asked, spared=True, numbers=False)
-            left = _left(asked, results)
-            return short_batch(left, results.values, results.failures, asked.wanted)
         spared = type(index) in (PartlyGivenUp, GivenUp)
         whole = None if spared or not self._batched else self._as_a_whole(index)
         if whole is not None:
@@ -570,8 +556,7 @@ class ShardFetcher(ShardReader, LoaderFetcher):
 
     def __init__(self, work: IterableFetch, samples: Iterator[Any], context: TaskContext) -> None:
         ShardReader.__init__(self, samples, context, under_policy=work.on_error is not None)
-        fill = work.join and work.batched
-        LoaderFetcher.__init__(self, work, context, self._next, fill=fill)
+        LoaderFetcher.__init__(self, work, context, self._next, join=work.join)
         self._drop_last = work.drop_last and not work.join
 
     def fetch(self, indices: Any) -> Any:
@@ -581,7 +566,7 @@ class ShardFetcher(ShardReader, LoaderFetcher):
             if results.values and not (self._drop_last and len(results.values) < wanted):
                 return self._answer(asked, self._joined(asked, results, wanted))
             if results.notes:
-                return self._answer([], short_batch([], [], results.failures, 0))
+                return self._answer([], nothing_left(results.failures))
             if self._lost is not None:
                 error, self._lost = self._lost, None
                 raise error
@@ -612,9 +597,9 @@ class ShardFetcher(ShardReader, LoaderFetcher):
             del samples
         if not batch or (self._drop_last and len(batch) < wanted):
             raise EndOfShard
-        if self._fill and len(batch) < wanted:
+        if self._join and len(batch) < wanted:
             numbers = list(range(self.position - len(batch), self.position))
-            return self._answer(numbers, short_batch(numbers, batch, [], wanted))
+            return self._answer(numbers, (batch, Outcome(len(batch), (), numbers)))
         return self._collate_fn(batch if self._batched else batch[0])
 
     def key(self, index: Any) -> bytes:
@@ -771,7 +756,7 @@ class Step:
         if context.tracked or rng is not None:
             context = FollowingContext(context, rng)  # `at` is the number of the item
         if fetch.batched and on_error is not None:
-            fetch = replace(fetch, on_error=on_error, fill=False)
+            fetch = replace(fetch, on_error=on_error)
         return fetch.open(None, context)
 
 

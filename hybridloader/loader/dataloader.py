@@ -82,10 +82,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
         `__getitems__` is still asked for a whole batch.
     on_error
         Policy for samples that fail. ``"raise"`` raises their error, and the batch is lost.
-        ``"skip"``, or a `Skip`, leaves them out, and batches stay full: the good samples of a
-        short batch wait for the next short one, and the last batches of an epoch may be fewer and
-        smaller. A `Retry` tries again first, a `Replace` substitutes other samples. `skipped`
-        lists them; `TooManyErrors` is raised if there are too many.
+        ``"skip"``, or a `Skip`, leaves them out, so their batch is smaller; a batch without a good
+        sample is left out. A `Retry` tries again first, a `Replace` substitutes other samples, and
+        keeps batches full. `skipped` lists them; `TooManyErrors` is raised if there are too many.
     on_worker_death
         Policy for a worker that dies (killed, crashed, ``os._exit``). ``"raise"`` raises
         `WorkerDied`. ``"restart"``, or a `RestartPolicy`, restarts it with the same number and

@@ -45,7 +45,7 @@ from hybridloader.fetching.on_error import ErrorBudget, Skipped, parse_on_error
 from hybridloader.fetching.readers import IterableFetch, MapFetch, one_by_one
 from hybridloader.fetching.shards import share_of
 from hybridloader.loader.plan import LoaderPlan
-from hybridloader.loader.progress import FullBatches, Progress, Results
+from hybridloader.loader.progress import CheckedResults, JoinedResults, Progress, Results
 from hybridloader.loader.state import Begins, PassStart, ResumedDispatch
 from hybridloader.observe.figures import Faults, LoopRecord, StageRecord
 from hybridloader.observe.headroom_trials import KeptBatches, Reuse
@@ -162,8 +162,8 @@ class _PinningIterator(Iterator[Any]):
                 waits.note(began, perf_counter())
         try:
             extras = stage.last.extras
-            if extras is not None and "outcome" in extras and extras["outcome"].short is not None:
-                # Samples that still have to be collated into a batch.
+            if extras is not None and "outcome" in extras and extras["outcome"].rest is not None:
+                # Samples that may still have to be joined.
                 return _QueuedResult(*self._place, extras, result)
             sent = self._pinner.send(result)
             return _QueuedResult(*self._place, extras, sent, sent.size)
@@ -556,7 +556,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         return replace(origin, epoch=start.epoch)
 
     def _begin(self, changes: tuple[Change, ...] = ()) -> None:
-        """Begin an epoch, without errors and waiting samples."""
+        """Begin an epoch, without errors."""
         start, stage = self._pass_start, self._stage
         del self._pass_start
         progress = self._progress = start.progress(int(self._base_seed), self._shared_seed)
@@ -574,10 +574,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._observation is not None and not progress.iterable:
             source = self._observation.drawn(source)
         results = self._results(source, progress, changes)
-        batches = progress.watch(results)
         if self._on_error is not None or self._plan.joins:
-            batches = self._filled(batches, results, progress)
-        self._next_batch = batches.__next__
+            self._next_batch = self._checked(results, progress).__next__
+        else:
+            self._next_batch = progress.watch(results).__next__
         if self._plan.state_every:
             self._wait_for_workers(progress)
         if start.resume.begins is not Begins.AS_TORCH:
@@ -646,34 +646,27 @@ class LoaderIterator(_BaseDataLoaderIter):
                     raise
                 # A failed batch counts as returned: its error was raised before the state was taken.
 
-    def _filled(self, batches: Iterator[Any], results: Results, progress: Progress) -> FullBatches:
+    def _checked(self, results: Results, progress: Progress) -> CheckedResults:
         if self._on_error is not None:
             record = self._plan.record
             epoch = 0 if record.budget is None else record.budget.epoch + 1
             self._budget = record.budget = ErrorBudget(self._on_error, "DataLoader", epoch)
+        if not self._plan.joins:
+            return CheckedResults(results, progress, self._budget)
         collate_fn, pinner = self._collate_fn, None if self._pin_thread is None else self._pinner
         rng = None if self._origin is None else SampleRng(self._origin, 0)
 
         def collate(samples: Any) -> Any:
-            """Make a batch of samples left over from others, which the pinning thread does not see."""
+            """Make a batch of samples that were joined, which the pinning thread does not see."""
             if rng is None:
                 batch = collate_fn(samples)
             else:  # seeded by its number in the epoch, which a state has, too
                 with kept():
-                    key = b"refilled/%d" % progress.yielded
-                    batch = rng.call(COLLATE, key, collate_fn, samples)
+                    batch = rng.call(COLLATE, b"joined/%d" % progress.yielded, collate_fn, samples)
             return batch if pinner is None else pinner.here(batch)
 
-        return FullBatches(
-            batches,
-            results.last,
-            progress,
-            self._budget,
-            collate,
-            drop_last=self._drop_last,
-            copies=not self._backend.in_process,
-            workers=bool(self._num_workers or self._plan.joins),
-        )
+        size, drop_last = int(self._plan.batch_size or 1), self._drop_last
+        return JoinedResults(results, progress, self._budget, collate, size, drop_last=drop_last)
 
     def __next__(self) -> Any:
         # torch's method enters a profiler range for every batch, which costs 15-30 us and only matters

@@ -7,7 +7,6 @@ indices are kept, at most as many as the prefetch window has.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,111 +20,8 @@ from hybridloader._support.user_objects import Failure, foreign, place_of
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Exhausted, Last
 from hybridloader.fetching.on_error import ErrorBudget, FailureRecord, Outcome
-from hybridloader.fetching.readers import PartialBatch
 from hybridloader.fetching.shards import ShardDivision
 from hybridloader.loader.samplers import SamplerReplay, SamplerState
-
-# -- Full batches made of short ones: a loader continues without the samples that failed.
-#
-# The good samples of a short batch wait, in order, for those of the next short batch. Once there are
-# enough, they make one full batch, in the place of the batch that completed it. The rest at the end of
-# the epoch makes a last, smaller batch. The result only depends on the order of the batches, not on
-# workers, backend or timing. No sample is fetched again, and fewer samples wait than a batch has.
-
-
-class FullBatches(Iterator[Any]):
-    """Batches of one epoch of a loader whose `results` may be short; `last` is the report on a result.
-
-    `progress` gets the indices of the samples that wait. `budget` counts failures, with the number of
-    the worker if there are `workers`; it is None without an error policy. With `copies`, waiting samples
-    are copied, because workers reuse their memory.
-    """
-
-    def __init__(
-        self,
-        results: Iterator[Any],
-        last: Last,
-        progress: Progress,
-        budget: ErrorBudget | None,
-        collate_fn: Callable[[Any], Any],
-        *,
-        drop_last: bool,
-        copies: bool,
-        workers: bool,
-    ) -> None:
-        self._results, self._last, self._progress = results, last, progress
-        self._budget, self._collate_fn = budget, collate_fn
-        self._drop_last, self._copies, self._workers = drop_last, copies, workers
-        # All the mutable state:
-        self._good: deque[tuple[Any, Any]] = deque()  # index and sample of those that wait
-        # Batches, and how many waiting samples each has:
-        self._ready: deque[tuple[Any, int]] = deque()
-
-    def __next__(self) -> Any:
-        while not self._ready:
-            try:
-                found = next(self._results)
-            except StopIteration:
-                if self._drop_last:
-                    self._good.clear()
-                if not self._good:
-                    raise
-                self._collate(len(self._good))
-                continue
-            # Removed: the traceback of an inline worker's error refers to the caller's frames.
-            extras, self._last.extras = self._last.extras, None
-            outcome = None if extras is None else extras.get("outcome")
-            if outcome is None:
-                return found
-            worker = self._last.worker if self._workers else None
-            good = outcome.short is None and not outcome.failures
-            try:
-                if self._budget is not None:
-                    self._budget.count(outcome.attempted, outcome.failures, worker)
-            finally:  # a caller may catch `TooManyErrors` and continue
-                if not good:
-                    self._take(found, outcome, worker)
-            if good:
-                return found
-        data, count = self._ready.popleft()
-        self._progress.returned(count)
-        self._progress.whole_waits = False
-        return data
-
-    def _take(self, found: Any, outcome: Outcome, worker: int | None) -> None:
-        if outcome.short is None:
-            self._ready.append((found, 0))
-            self._progress.whole_waits = True
-            return
-        self._progress.waiting.extend((worker, index) for index in outcome.short)
-        samples = map(_own, found) if self._copies else found
-        self._good.extend(zip(outcome.short, samples, strict=False))
-        # A short batch adds fewer samples than `wanted`, so there are enough for one full batch at most.
-        if 0 < outcome.wanted <= len(self._good):
-            self._collate(outcome.wanted)
-
-    def _collate(self, count: int) -> None:
-        """Make a batch of the first `count` samples that wait."""
-        batch = [self._good.popleft() for _ in range(count)]
-        try:
-            data = self._collate_fn([sample for _, sample in batch])
-        except Exception as error:
-            self._progress.returned(len(batch))
-            if self._budget is None:
-                raise
-            failure = Failure(foreign(error))
-            failures = [FailureRecord(index, n, failure) for n, (index, _) in enumerate(batch)]
-            self._budget.count(0, failures, None)  # attempts were counted before, one by one
-            return
-        self._ready.append((data, len(batch)))
-
-
-def _own(sample: Any) -> Any:
-    """Copy `sample`: it may wait until the end of the epoch, and the worker needs its slots."""
-    try:
-        return copy.deepcopy(sample)
-    except Exception:  # it keeps its slot, and the worker uses another one
-        return sample
 
 
 class SamplerCheckpoint(NamedTuple):
@@ -143,8 +39,6 @@ DrawnItem = tuple[int, Any, "SamplerCheckpoint | None"]
 """Number of an item of the sampler, the item, and the checkpoint from which it can be drawn again."""
 
 UNKNOWN = object()  # stands for an item that was drawn before the state from which an epoch resumes
-
-_BEGINNING = ShardStart()
 
 
 class Results(Protocol):
@@ -186,10 +80,8 @@ class Progress:
         self.remainders: dict[int, ShardStart] = {}
         """Positions of workers before the last samples of their shards, which wait to be joined."""
         self.last_worker = -1  # worker of the result that was returned last; -1 if there was none
-        self.waiting: deque[tuple[int | None, Any]] = deque()
-        """Worker and index of each sample that was received and not returned, in order."""
-        self.whole_waits = False
-        """True if the last result, a whole batch, waits too, because an error was raised first."""
+        self.waiting: deque[tuple[int, int]] = deque()
+        """Worker and number of each sample that waits to be joined, in order."""
         self.finished = False  # True if the caller has reached the end of the epoch
         self.first: tuple[int, ...] = ()
         """Workers that must be asked first and have not answered."""
@@ -199,9 +91,6 @@ class Progress:
         """Division of the shards that an iterable dataset names; None if it names none."""
         self._rereading = readers * [0]  # samples that each worker still has to read again
         self._reread_in_all = 0
-        # Previous position of the last worker, and its tasks to repeat:
-        self._before = _BEGINNING, 0
-        self._latest: DrawnItem | None = None
         self._shift = 0  # from the numbers of tasks to those of the sampler's items
         self._first = 0  # number of the first task
         self._seq = -1
@@ -318,10 +207,9 @@ class Progress:
         self.places[worker] = state._replace(position=at, skip=at, again=[])
         self._rereading[worker] = 0
 
-    def returned(self, count: int) -> None:
-        """Remove the first `count` samples that wait: they were returned, or their error was raised."""
-        for _ in range(count):
-            self.waiting.popleft()
+    def joined(self, count: int) -> list[int]:
+        """Remove the first `count` samples that wait, and return their numbers."""
+        return [self.waiting.popleft()[1] for _ in range(count)]
 
     def _handed_out(self, number: int) -> DrawnItem | None:
         """Return the item of a returned result, and count it."""
@@ -335,19 +223,17 @@ class Progress:
                     break
                 self.missing[item[0]] = item
             self.count, self.at = number + 1, item
-        self._latest = item or self._latest
         return item
 
     def _note_place(
         self, worker: int, position: int, state: ShardStart | None, outcome: Outcome | None
     ) -> None:
         before = self.places[worker]
-        self._before = before, len(before.again)
         if state is not None:
             self.places[worker] = state._replace(position=position, skip=position, again=[])
         elif self.iterable:
             self.places[worker] = before._replace(skip=position, since=before.since + 1)
-        if outcome is not None and outcome.short:
+        if outcome is not None and outcome.rest:
             self.remainders[worker] = before
 
     # -- for a state ---------------------------------------------------------------------------------
@@ -364,19 +250,9 @@ class Progress:
         return found.before
 
     @property
-    def indices_left(self) -> tuple[list[Any], list[Any]]:
-        """Return the indices of waiting samples, and the whole items, that must be fetched again."""
-        apart = [index for _, index in self.waiting]
-        whole = []
-        for number in sorted(self.missing):
-            index = self.missing[number][1]
-            if type(index) is PartialBatch:
-                apart = [*index, *apart]
-            else:
-                whole.append(index)
-        if self.whole_waits and self._latest is not None:
-            whole.append(self._latest[1])
-        return apart, whole
+    def left(self) -> list[Any]:
+        """Items of the sampler that must be fetched again, in their order."""
+        return [self.missing[number][1] for number in sorted(self.missing)]
 
     def ends(self) -> list[ShardStart]:
         """Return the position at which each persistent worker begins the next epoch."""
@@ -402,10 +278,7 @@ class Progress:
                 last = now if end.shard_start is None else end.shard_start
                 at = now.position if end.shard_start is None else end.position
                 starts[end.worker] = ShardStart(at, end.position, last.dataset, last.iterator, True)
-        if self.whole_waits:
-            place, count = self._before
-            starts[self.last_worker] = place._replace(again=place.again[:count])
-        oldest: dict[int | None, int] = {}  # number of the first waiting sample, by worker
+        oldest: dict[int, int] = {}  # number of the first waiting sample, by worker
         for worker, number in self.waiting:
             oldest.setdefault(worker, number)
         for worker, place in self.remainders.items():
@@ -429,3 +302,98 @@ class CountedResults(Iterator[Any]):
             raise
         self._progress.note_result(self._results.last)
         return found
+
+
+class CheckedResults(Iterator[Any]):
+    """Batches of a stage whose samples may fail: `budget` counts them, if there is one.
+
+    A batch of which no sample is left is left out. `progress` counts a result when it is returned or
+    left out: if the budget raises an error first, the result follows the error.
+    """
+
+    def __init__(self, results: Results, progress: Progress, budget: ErrorBudget | None) -> None:
+        self._last, self._progress, self._budget = results.last, progress, budget
+        self._pull: Callable[[], Any] = results.__next__
+        # All the mutable state:
+        self._received: list[tuple[Any, Outcome | None]] = []  # one result that was not counted yet
+
+    def __next__(self) -> Any:
+        while True:
+            found, rest = self._next()
+            if rest is None:
+                return found
+
+    def _next(self) -> tuple[Any, Sequence[int] | None]:
+        """Return the value of the next result, and `Outcome.rest`."""
+        last = self._last
+        if not self._received:
+            try:
+                found = self._pull()
+            except Exception as error:
+                self._progress.note_result(last, error)
+                raise
+            outcome = None if last.extras is None else last.extras.get("outcome")
+            self._received.append((found, outcome))
+            if outcome is not None and self._budget is not None:
+                worker = last.worker if self._progress.workers else None
+                self._budget.count(outcome.attempted, outcome.failures, worker)
+        self._progress.note_result(last)
+        last.extras = (
+            None  # the traceback of an inline worker's error refers to the caller's frames
+        )
+        found, outcome = self._received.pop()
+        return found, None if outcome is None else outcome.rest
+
+
+class JoinedResults(CheckedResults):
+    """Batches of an iterable dataset, without remainders of the workers' shards.
+
+    The last samples of a shard wait, in order, for those of the next one. Once there are `size`, they
+    make a batch, in the place of the samples that completed it. The rest at the end of the epoch makes a
+    last, smaller batch, unless it is to be dropped.
+    """
+
+    def __init__(
+        self,
+        results: Results,
+        progress: Progress,
+        budget: ErrorBudget | None,
+        collate_fn: Callable[[Any], Any],
+        size: int,
+        *,
+        drop_last: bool,
+    ) -> None:
+        super().__init__(results, progress, budget)
+        self._collate_fn, self._size, self._drop_last = collate_fn, size, drop_last
+        # All the mutable state:
+        self._samples: list[Any] = []  # those in `Progress.waiting`
+
+    def __next__(self) -> Any:
+        while True:
+            count = self._size
+            try:
+                found, rest = self._next()
+            except StopIteration:
+                if self._drop_last or not self._samples:
+                    raise
+                count = len(self._samples)
+            else:
+                if rest is None:
+                    return found
+                self._samples += found
+                self._progress.waiting.extend((self._last.worker, number) for number in rest)
+            if len(self._samples) < count:
+                continue
+            samples, self._samples = self._samples[:count], self._samples[count:]
+            try:
+                batch = self._collate_fn(samples)
+            except Exception as error:
+                numbers = self._progress.joined(count)
+                if self._budget is None:
+                    raise
+                failure = Failure(foreign(error))
+                failures = [FailureRecord(n, place, failure) for place, n in enumerate(numbers)]
+                self._budget.count(0, failures, None)  # attempts were counted before
+            else:
+                self._progress.joined(count)
+                return batch

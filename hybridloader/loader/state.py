@@ -44,7 +44,6 @@ from hybridloader._support.user_objects import attribute, described, has, length
 from hybridloader.engine.dataset_state import ShardStart, load_for_epoch, undo_load
 from hybridloader.engine.scheduler import ACTIVE, Dispatch, Scheduler, round_robin
 from hybridloader.errors import StateError
-from hybridloader.fetching.readers import PartialBatch
 from hybridloader.fetching.shards import ShardDivision, merged
 from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import UNKNOWN, Progress, SamplerCheckpoint
@@ -89,8 +88,6 @@ class ResumePoint:
     base_seed: int | None = None
     shared_seed: int | None = None
     dataset: Any = None  # state of the caller's dataset
-    apart: list[Any] = field(default_factory=list)
-    """Indices of samples that are fetched again before the sampler continues."""
     whole: list[Any] = field(default_factory=list)
     """Items of the sampler that are fetched again before it continues."""
     starts: tuple[ShardStart, ...] = ()
@@ -133,7 +130,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
     dataset = None
     if (over or not iterable) and is_stateful(plan.dataset):
         dataset = taken(plan.dataset, "the dataset", progress.own_dataset.copy)
-    apart, whole = ([], []) if iterable or over else progress.indices_left
+    whole = [] if iterable or over else progress.left
     at = None if over else progress.at
     checkpoint = None
     if at is not None:
@@ -144,8 +141,9 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
     stay = bool(plan.num_workers and plan.persistent_workers)
     starts, division = progress.starts(), progress.division
     with_starts = (iterable and not over) or any(start.stateful for start in starts)
-    # Workers whose last samples wait to be joined, in order:
-    waiting = [w for w, _ in progress.waiting if w is not None and w in progress.remainders]
+    waiting = [
+        worker for worker, _ in progress.waiting
+    ]  # those with samples to be joined, in order
     # Nothing in the dict is shared with this epoch; a copy of it, with tensors, would take 100 us more.
     sampler_state = None if sampler is None else given(sampler.sampler)
     index_state = {"samples_yielded": count * size, "sampler_state": sampler_state}
@@ -180,7 +178,6 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
             "check": None if at is None or at[1] is UNKNOWN else check_of(at[1]),
             "share": None if iterable else plan.samplers.share,
             "since": 0 if checkpoint is None else count - checkpoint.number,
-            "apart": copied(apart) if apart else [],
             "whole": copied(whole) if whole else [],
             "first": [] if over else list(dict.fromkeys([*waiting, *progress.first])),
             "behind": [number for number, start in enumerate(progress.places) if start.next_epoch],
@@ -229,7 +226,7 @@ _OWN_FIELDS = Schema(
     (COUNT, "epoch samples since? again?"),
     (among(START, WITHIN, END), "at"),
     (list_of(among("iter", "seed"), "a list of 'iter' and 'seed'"), "steps later?"),
-    (LIST, "counts apart whole first behind?"),
+    (LIST, "counts whole first apart? behind?"),
     (ANY, "start sampler_epoch generators check shards?"),
     version=VERSION,
 )
@@ -278,13 +275,18 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) ->
         if resume.begins is Begins.FRESH and state["_num_workers"] == plan.num_workers:
             _read_workers(plan, state, own, resume, edited=False)
         return resume
+    if own.get("apart"):
+        raise StateError(
+            "the state has samples that wait for a full batch, as earlier versions kept them under "
+            "on_error='skip'; load a state of another moment, or begin the epoch again"
+        )
     count, edited = _count_of(plan, state, own)
     resume.begins, resume.count = Begins.OVER if finished else Begins.HERE, count
     resume.yielded = count if edited else state["_num_yielded"]
     resume.discard = own.get("again", 0)
     if not edited:
         resume.check = own["check"] if _is_of_this_rank(plan, own) else None
-        resume.apart, resume.whole = list(own["apart"]), list(own["whole"])
+        resume.whole = list(own["whole"])
         resume.sampler = _sampler_state(state)
         resume.since = own.get("since", 0)
     _read_workers(plan, state, own, resume, edited)
@@ -663,7 +665,7 @@ class PassStart:
             progress.begin(first, None)
             return indices
         indices = self._plan.samplers.drawn_in_batches(indices, self._plan.takes_arrays)
-        repeated = self._repeated()
+        repeated = self.resume.whole
         progress.begin(first, ahead, repeated)
         access = self._plan.samplers.state_access(indices)
         if access is None:
@@ -671,16 +673,6 @@ class PassStart:
         if not progress.count and self._plan.samplers.stateful is None:
             progress.at = -1, UNKNOWN, SamplerCheckpoint(0, access[0]())
         return chain(repeated, progress.logged_with_states(indices, *access))
-
-    def _repeated(self) -> list[Any]:
-        """Items that are fetched again before the sampler continues."""
-        resume = self.resume
-        if not resume.apart:
-            return resume.whole
-        apart = PartialBatch(resume.apart)
-        size = self._plan.batch_size or 0
-        apart.wanted = size if 0 < size <= len(apart) else 0
-        return [apart, *resume.whole]
 
     def direct(self, dispatch: ResumedDispatch) -> None:
         """Have `dispatch` give the first tasks to the workers whose turn it is."""
@@ -691,7 +683,7 @@ class PassStart:
         if self._plan.iterable:
             dispatch.first, dispatch.last = resume.first, resume.last
         else:
-            dispatch.last = (resume.count - len(self._repeated()) - 1) % self._plan.readers
+            dispatch.last = (resume.count - len(resume.whole) - 1) % self._plan.readers
 
     @cached_property
     def division(self) -> ShardDivision | None:

@@ -453,7 +453,6 @@ def _add_own_fields(
         "check": None,
         "share": None,
         "since": 0,
-        "apart": [],
         "whole": [],
         "first": [],
         "behind": [*range(len(places))] if finished else [],

@@ -69,7 +69,7 @@ def test_options_hold_for_all_loaders_that_can_have_them() -> None:
     with install("threads", **options) as installed:
         loader: Any = TorchLoader(Failing(), 2, num_workers=2)  # type: ignore[arg-type]
         with iter(loader) as iterator:
-            assert [b.tolist() for b in iterator] == [[0, 1], [4, 5], [2]]
+            assert [b.tolist() for b in iterator] == [[0, 1], [2], [4, 5]]
             assert [lost.index for lost in iterator.skipped] == [3]
         assert [len(b) for b in TorchLoader(Stream(), 3, num_workers=2)] == [3, 3, 3]
         assert [len(b) for b in TorchLoader(Stream(), 3)] == [3, 2]

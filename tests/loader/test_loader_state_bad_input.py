@@ -104,6 +104,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "steps": (lambda: edited(f"{OWN}/steps", ["dance"]), {}, r"steps is \['dance'\]"),
     "place": (lambda: edited(f"{OWN}/at", "nowhere"), {}, "at is 'nowhere'"),
     "epoch": (lambda: edited(f"{OWN}/epoch", -3), {}, "epoch is -3"),
+    "samples left over": (
+        lambda: edited(f"{OWN}/apart", [3]),
+        {},
+        "samples that wait for a full batch, as earlier versions kept them",
+    ),
     "workers": (
         lambda: state(1, dataset=Stream(), num_workers=2, backend="threads"),
         {"dataset": Stream()},

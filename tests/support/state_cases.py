@@ -401,9 +401,6 @@ CASES: dict[str, Case] = {
     "growing, skipping": Case(over(Growing, batch_size=2, on_error="skip"), TWO, passes=1),
     "skipping, shuffled": Case(lambda: {**shuffled(), "batch_size": 4, "on_error": "skip"}),
     "skipping, ours": Case(lambda: {**ours(), "batch_size": 4, "on_error": "skip"}),
-    "skipping, dropping": Case(
-        lambda: {**ours(), "batch_size": 4, "on_error": "skip", "drop_last": True}
-    ),
     "pipe": Case(over(pipe, shuffle=True), TWO, passes=1),
     "pipe with a generator": Case(
         lambda: {"dataset": pipe(), "batch_size": 4, "shuffle": True, "generator": seeded()}, TWO
