@@ -280,15 +280,10 @@ class _TaskSharing:
         self.limit = float("inf") if never else self._worth / 2 if share else self._worth
 
 
-class _LocalCrew(Crew):
+class _ThreadCrew(Crew):
     def __init__(self, copies: bool, slots: PrivateSlots) -> None:
         teach_torch()
         self._copies, self._slots = copies, slots
-
-
-class _ThreadCrew(_LocalCrew):
-    def __init__(self, copies: bool, slots: PrivateSlots) -> None:
-        super().__init__(copies, slots)
         self._queued: list[tuple[_Inbox, Incoming]] = []  # sent by the next flush
         self._threads = cast("list[_Thread]", self.handles())  # the list that `place` changes
         # One for each worker that may be running `init_fn`.
@@ -421,9 +416,10 @@ class _InlineHandle(WorkerHandle):
     def join(self, timeout: float | None = None) -> None: ...
 
 
-class _InlineCrew(_LocalCrew):
+class _InlineCrew(Crew):
     def __init__(self, copies: bool, slots: PrivateSlots) -> None:
-        super().__init__(copies, slots)
+        teach_torch()
+        self._copies, self._slots = copies, slots
         self._context = TaskContext()
         self._events: deque[Event] = deque()
         self._todo: deque[tuple[int, Message]] = deque()

@@ -385,17 +385,6 @@ class ItemLoop:
 
     # -- values that can't be sent ---------------------------------------------------------------------
 
-    def add_sendable(
-        self, pairs: Iterable[tuple[Any, Any]], check: Callable[[Any], Any], results: TaskResults
-    ) -> None:
-        """Add the value of each pair of an item and a value; one that `check` refuses has failed."""
-        for item, value in pairs:
-            try:
-                check(value)
-                results.values.append(value)
-            except Exception as error:
-                self.note(item, error, results)
-
     def sendable(self, values: list[Any], check: Callable[[Any], Any]) -> list[Any]:
         """Return those of a task's `values` that `check` lets be sent, with notes on the others."""
         results, context = TaskResults(), self._context
@@ -404,7 +393,11 @@ class ItemLoop:
         for place, value in enumerate(values):
             while notes and notes[0].position <= place:
                 results.notes.append(notes.popleft()._replace(position=len(results.values)))
-            self.add_sendable([(value, value)], check, results)
+            try:
+                check(value)
+                results.values.append(value)
+            except Exception as error:
+                self.note(value, error, results)
         results.notes.extend(note._replace(position=len(results.values)) for note in notes)
         return results.hand_over(context)
 

@@ -304,10 +304,6 @@ class PrivateSlots:
         self._warned = False
         self.refusal: str | None = None  # reason why a batch got no slot, for a warning
 
-    @property
-    def size(self) -> int:
-        return self.pool.size
-
     def empty(self, size: int) -> Any | None:
         """Return an uninitialized buffer of `size` bytes; None if no slot is available."""
         found = self.pool.empty(size)
