@@ -23,15 +23,7 @@ from hybridloader.fetching.readers import MapFetch
 from hybridloader.fetching.shards import names_shards
 from hybridloader.pipeline.batches import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
 from hybridloader.pipeline.cache import Cache, fingerprint_of_steps, ranks_of_steps
-from hybridloader.pipeline.joins import (
-    Branch,
-    Concat,
-    Interleave,
-    Mix,
-    TeePoint,
-    Weights,
-    Zip,
-)
+from hybridloader.pipeline.joins import Concat, Interleave, Mix, Weights, Zip
 from hybridloader.pipeline.order import (
     Enumerate,
     Repeat,
@@ -337,14 +329,6 @@ class Pipeline(Chain):
         """`block_length` items of each in turn, until all have ended."""
         return Pipeline([Interleave((self, *others), block_length)])
 
-    def tee(self, count: int = 2) -> tuple[Pipeline, ...]:
-        """`count` pipelines that each return the items of this one, which runs once.
-
-        Join all of them again, as in ``Pipeline.zip(a.map(f), b.map(g))``.
-        """
-        point = TeePoint(self, count)
-        return tuple(Pipeline([Branch(point, number)]) for number in range(count))
-
     # -- the end -------------------------------------------------------------------------------------
 
     pin_memory = _step("pin_memory", PinMemory)
@@ -515,7 +499,7 @@ class Pipeline(Chain):
         """Return the pipeline with measured workers for the steps with ``"auto"``; see docs/tuning.md.
 
         It is measured at the first call, for at most 5 seconds, and not again. Raises `ValueError` if a
-        pipeline that this one joins, or the one before a tee, has ``"auto"``.
+        pipeline that this one joins has ``"auto"``.
         """
         steps = [s for s in steps_in(self) if s.placement is not None and s.placement.auto]
         if not steps:
@@ -524,8 +508,8 @@ class Pipeline(Chain):
         for step in steps:
             if id(step) not in own:
                 raise ValueError(
-                    f"{step.name} has 'auto', and its pipeline is joined or has a tee: join or tee "
-                    "pipeline.settled(), which measures that pipeline alone"
+                    f"{step.name} has 'auto', and its pipeline is joined: join pipeline.settled(), "
+                    "which measures that pipeline alone"
                 )
         if not self._chosen:
             chooser: Any = importlib.import_module(_CHOOSER)  # a layer above, so by its name
@@ -581,15 +565,11 @@ def _calls(operators: Sequence[Operator]) -> int:
     """Estimate the greatest depth of nested calls while these are opened, pulled or closed.
 
     The numbers were measured with a row of each operator. A step that itself opens the step before
-    it takes most. A tee is planned again for every branch, so the time doubles with each level of
-    tees.
+    it takes most.
     """
     deep = 0
     for at, operator in enumerate(operators):
-        place = operator.tee_place
-        if place is not None and place[0].count > 1:
-            deep += 60
-        elif operator.branches() or (at and operator.begins_itself):
+        if operator.branches() or (at and operator.begins_itself):
             deep += 10
         else:
             deep += 1 if at and operator.placement is not None else 2

@@ -70,7 +70,6 @@ from hybridloader.running.plan import (
     Path,
     RelayNode,
     WorkerNode,
-    chains_in_rows,
     check,
     lay_out,
 )
@@ -470,11 +469,6 @@ class Executor(Runner):
         """Descriptions of the steps, for states of runs."""
         return descriptions(self.chain)
 
-    @functools.cached_property
-    def in_rows(self) -> set[Path]:
-        """Paths of the chains whose items a later `zip` numbers, so that left-out ones keep places."""
-        return set(chains_in_rows(self.plan))
-
     # -- statistics ------------------------------------------------------------------------------------
 
     def waits_before(self, nodes: Sequence[Node]) -> list[Waits]:
@@ -595,7 +589,7 @@ def open_run(executor: Executor, position: RunPosition) -> Iterator[Any]:
                 "them the same backend and options, until their first items have come"
             )
         )
-    run = ChainPass(executor, position, executor.plan, position.epoch, {}, executor.left)
+    run = ChainPass(executor, position, executor.plan, position.epoch, executor.left)
     return run.open(Offset(position.start.given))
 
 
@@ -607,7 +601,6 @@ class ChainPass:
     position: RunPosition  # position of the run that this pass is a part of
     plan: ChainPlan
     epoch: int
-    shared: dict[Any, Any]  # values that the operators of this pass share
     left: TaskContext  # cancelled when the consumer needs no more items
     within_relay: bool = False
     """True if this chain is a branch, and the thread of a relay pulls its items for another chain."""
@@ -617,10 +610,6 @@ class ChainPass:
         """Return True if the thread of a relay pulls the items of `node`."""
         behind = self.plan.nodes[node.path[-1] + 1 :]
         return self.within_relay or any(isinstance(one, RelayNode) for one in behind)
-
-    @property
-    def _in_rows(self) -> bool:
-        return self.plan.path in self.executor.in_rows
 
     def open(self, start: Offset, at: int | None = None) -> Iterator[Any]:
         """Open the nodes up to number `at`, None being the last, and start the relays among them."""
@@ -754,7 +743,7 @@ class ChainPass:
                 "return iter(...) of it"
             )
         if at == 0:
-            items = SourceItems(items, self.left, rows=self._in_rows)
+            items = SourceItems(items, self.left, rows=self.plan.in_rows)
         elif isinstance(items, GeneratorType):
             over = (
                 f"operator {node.name!r} ended with the previous error, because it is a generator; an "
@@ -773,7 +762,7 @@ class ChainPass:
             if passes == 1 and epoch is None:
                 return self._open(at - 1, begins)
             epoch = self.epoch + passes - 1 if epoch is None else epoch
-            again = replace(self, epoch=epoch, shared={})
+            again = replace(self, epoch=epoch)
             return again.open(Offset(start, begins.slack), at - 1)
 
         return upstream
@@ -791,7 +780,7 @@ class ChainPass:
             sample_rng = executor.sample_rng_of(
                 node, number, self.epoch, begins.taken, relayed=self.relayed(node)
             )
-            budget = executor.error_budget(node, work.name, self.epoch, gaps=self._in_rows)
+            budget = executor.error_budget(node, work.name, self.epoch, gaps=self.plan.in_rows)
             try:
                 found = InlineItems(
                     items,
@@ -853,7 +842,7 @@ class ChainPass:
         if node.reads:
             executor.set_epoch(node, self.epoch)
         changes = () if stage.watch is None else stage.watch.changes()
-        budget = executor.error_budget(node, node.name, self.epoch, gaps=self._in_rows)
+        budget = executor.error_budget(node, node.name, self.epoch, gaps=self.plan.in_rows)
         return stage, changes, budget
 
     def _open_readers(self, node: WorkerNode, count: int) -> tuple[Iterator[Any], int]:
@@ -922,7 +911,7 @@ class OperatorContext:
                 )
             )
         self._pass, self._node, self._begins = of, node, begins
-        self.epoch, self.shared, self.start, self.saved = of.epoch, of.shared, begins.items, saved
+        self.epoch, self.start, self.saved = of.epoch, begins.items, saved
         self.first = first.items
         self.needed: Needed | None = None
         executor = of.executor

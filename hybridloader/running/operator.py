@@ -332,8 +332,6 @@ class Context(Protocol):
     """Seed that the user gave to the run; None if it was drawn."""
     run_seed: int
     """Seed of the run, whether given or drawn."""
-    shared: dict[Any, Any]
-    """Values that the operators of one pass share, by a key of their own."""
     start: int
     """Number of its items that were given before: the first that it gives has that number.
 
@@ -449,11 +447,6 @@ class Operator(ABC):
     @property
     def share(self) -> tuple[int, int] | None:
         """Number of ranks that share its items, and of this one now, if it selects items by rank."""
-        return None
-
-    @property
-    def tee_place(self) -> tuple[Any, int] | None:
-        """The `TeePoint` whose pass it shares, if it shares one, and the number of its branch there."""
         return None
 
     def step(self) -> Any:
@@ -591,19 +584,9 @@ def of_length(value: Length) -> str:
 
 
 def steps_in(chain: Chain) -> list[Operator]:
-    """Return the operators of all chains that items come through, each chain once, `chain` last."""
-    met, found = set[int](), list[Operator]()
-
-    def walk(chain: Chain) -> None:
-        met.add(id(chain))
-        for operator in chain.operators:
-            for branch in operator.branches():
-                if id(branch) not in met:
-                    walk(branch)
-        found.extend(chain.operators)
-
-    walk(chain)
-    return found
+    """Return the operators of all chains that items come through, those of `chain` last."""
+    branches = [branch for operator in chain.operators for branch in operator.branches()]
+    return [*(step for branch in branches for step in steps_in(branch)), *chain.operators]
 
 
 # -- checks of a user's parameters: operators refuse bad ones when they are described, not when they run

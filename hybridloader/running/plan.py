@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from hybridloader._support.text import table
 from hybridloader.engine.contract import Backend, usable
@@ -32,10 +31,7 @@ AHEAD = 2  # items that a relay prefetches by default: one to take, one to repla
 
 
 Path = tuple[int, ...]
-"""Path of a node: its number in its chain, after those of the nodes and branches around the chain.
-
-A tee has one path, a negative number, wherever it is opened from.
-"""
+"""Path of a node: its number in its chain, after those of the nodes and branches around the chain."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +41,11 @@ class ChainPlan:
     chain: Chain
     path: Path
     nodes: tuple[Node, ...]
+    in_rows: bool
+    """True if a later `zip` numbers its items, so that those that are left out keep their places."""
     quick: bool
     """True if it need not be waited for."""
 
-    # Every chain asks several times for these of the chains within it, so each is found out once.
     @cached_property
     def live(self) -> bool:
         """True if workers or threads run in it or in its branches."""
@@ -56,16 +53,9 @@ class ChainPlan:
 
     @cached_property
     def all_nodes(self) -> list[Node]:
-        """Nodes of this chain and of those that its items come through, each once."""
-        met, todo, found = {id(self)}, [self], list[Node]()
-        while todo:
-            for node in todo.pop().nodes:
-                found.append(node)
-                for branch in node.branches:
-                    if id(branch) not in met:
-                        met.add(id(branch))
-                        todo.append(branch)
-        return found
+        """Nodes of this chain, and of those that its items come through."""
+        branches = [branch for node in self.nodes for branch in node.branches]
+        return [*self.nodes, *(node for branch in branches for node in branch.all_nodes)]
 
 
 @dataclass(frozen=True)
@@ -160,36 +150,14 @@ Node = OperatorNode | InlineNode | WorkerNode | RelayNode
 Cuts = Mapping[Path, Set[int]]  # numbers of functions that begin a node, by the path of their chain
 
 
-@dataclass
-class _Layout:
-    """Cuts and tees that all chains of one plan share while it is made."""
+def lay_out(
+    chain: Chain, cuts: Cuts | None = None, path: Path = (), *, in_rows: bool = False
+) -> ChainPlan:
+    """Return the plan of one pipeline, and in it those of the chains that it is joined of.
 
-    cuts: Cuts
-    tees: dict[int, ChainPlan | None] = field(default_factory=dict)
-    """Trunks of the tees that were met, by the identity of the tee; None while one is laid out."""
-
-
-def lay_out(chain: Chain, cuts: Cuts | None = None) -> ChainPlan:
-    """Return the plan of one pipeline, and in it those of the chains that it is joined of."""
-    return _laid(chain, (), _Layout(cuts or {}))
-
-
-def _branches(operator: Operator, where: Path, layout: _Layout) -> Iterator[ChainPlan]:
-    place = operator.tee_place
-    for number, branch in enumerate(operator.branches()):
-        if place is None:
-            yield _laid(branch, (*where, number), layout)
-            continue
-        tee, tees = id(place[0]), layout.tees
-        if tee not in tees:
-            tees[tee] = None
-            tees[tee] = _laid(branch, (-len(tees),), layout)
-        found = tees[tee]
-        assert found is not None  # no tee contains itself
-        yield found
-
-
-def _laid(chain: Chain, path: Path, layout: _Layout) -> ChainPlan:
+    `path` and `in_rows` are those of a chain that is a branch.
+    """
+    cuts = cuts or {}
     nodes: list[Node] = []
     kinds = ["quick"]  # of pulling the first so many nodes: see `_kind_after`
 
@@ -197,7 +165,7 @@ def _laid(chain: Chain, path: Path, layout: _Layout) -> ChainPlan:
         nodes.append(node)
         kinds.append(_kind_after(kinds[-1], node))
 
-    for node in _grouped(_with_shards_first(chain.operators), layout.cuts.get(path, frozenset())):
+    for node in _grouped(_with_shards_first(chain.operators), cuts.get(path, frozenset())):
         if isinstance(node, WorkerNode) and not node.reads and kinds[-1] in ("slow", "stage"):
             add(_relay_behind(nodes[-1]))
         if isinstance(node, RelayNode):
@@ -210,14 +178,18 @@ def _laid(chain: Chain, path: Path, layout: _Layout) -> ChainPlan:
         if isinstance(node, WorkerNode):
             node = replace(node, placement=replace(node.placement, backend=usable(node.backend)))
         if isinstance(node, OperatorNode):
-            found = tuple(_branches(node.operator, (*path, len(nodes)), layout))
-            node = replace(node, branches=found)
+            rows = in_rows or node.operator.joins_by_number
+            branches = (
+                lay_out(branch, cuts, (*path, len(nodes), number), in_rows=rows)
+                for number, branch in enumerate(node.operator.branches())
+            )
+            node = replace(node, branches=tuple(branches))
         add(node)
     if _needs_relay_at_end(nodes, kinds):
         add(_relay_behind(nodes[-1]))
     _mark_forwarded(nodes)
     placed = [replace(node, path=(*path, at)) for at, node in enumerate(nodes)]
-    return ChainPlan(chain, path, tuple(placed), kinds[-1] == "quick")
+    return ChainPlan(chain, path, tuple(placed), in_rows, kinds[-1] == "quick")
 
 
 def _relay_behind(node: Node) -> RelayNode:
@@ -347,11 +319,9 @@ def _mark_forwarded(nodes: list[Node]) -> None:
 
 # -- checks of a pipeline before anything is started: they make no worker, thread or device
 
-_Repeats = tuple[int, ...]
-
 
 def check(plan: ChainPlan) -> None:
-    """Find steps that can't run, before anything is started: tees, devices, steps and backends.
+    """Find steps that can't run, before anything is started: devices, steps and backends.
 
     Raises `ValueError`, `BackendUnavailable` for a backend that can't serve here, or the error of a
     step.
@@ -359,22 +329,6 @@ def check(plan: ChainPlan) -> None:
     _check_devices(plan)
     for operator in steps_in(plan.chain):
         operator.check_run()
-    met: dict[Any, set[int]] = {}  # branches, by their tee
-    repeated: dict[Any, _Repeats] = {}
-    for tee, number, repeats in _tee_places(plan.chain, ()):
-        met.setdefault(tee, set()).add(number)
-        if repeated.setdefault(tee, repeats) != repeats:
-            raise ValueError(
-                "a branch of a tee is repeated, but not its other branches, which get the same items; "
-                "repeat() before the tee, or after its branches are joined"
-            )
-    for tee, numbers in met.items():
-        missing = sorted(set(range(tee.count)) - numbers)
-        if missing:
-            raise ValueError(
-                f"of the {tee.count} branches of a tee, {_listed(missing)} never joined, so "
-                "their items would pile up. Join all of them, as in Pipeline.zip(a, b)"
-            )
     for node in plan.all_nodes:
         if not isinstance(node, WorkerNode):
             continue
@@ -402,42 +356,17 @@ def _check_devices(plan: ChainPlan) -> None:
             )
 
 
-def _listed(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers))
-    return f"number {shown} is" if len(numbers) == 1 else f"numbers {shown} are"
-
-
-def _tee_places(pipeline: Chain, repeats: _Repeats) -> Iterator[tuple[Any, int, _Repeats]]:
-    """Yield the tee and number of all branches, each with the repetitions that it is in."""
-    inside = repeats + tuple(id(o) for o in pipeline.operators if o.many_passes)
-    source = pipeline.operators[0]
-    if source.tee_place is not None:
-        yield *source.tee_place, inside
-    for inner in source.branches():
-        yield from _tee_places(inner, inside)
-
-
-def chains_in_rows(plan: ChainPlan, rows: bool = False) -> Iterator[Path]:
-    """Yield the paths of the chains that are in a `zip`, however deep; of a tee, if one branch is."""
-    if rows:
-        yield plan.path
-    for node in plan.nodes:
-        inside = rows or (isinstance(node, OperatorNode) and node.operator.joins_by_number)
-        for branch in node.branches:
-            yield from chains_in_rows(branch, inside)
-
-
 def as_table(pipeline: Chain) -> str:
     """Return one line for each step as it will run; functions that share a task are on one line."""
-    rows = [("step", "runs on", "with", "items"), *_rows(lay_out(pipeline), "", set(), "your loop")]
+    rows = [("step", "runs on", "with", "items"), *_rows(lay_out(pipeline), "", "your loop")]
     return "\n".join(table(rows))
 
 
 Row = tuple[str, str, str, str]
 
 
-def _rows(plan: ChainPlan, indent: str, tees: set[Path], taker: str) -> Iterator[Row]:
-    """Yield the rows of a chain and its branches; `tees` are the paths of those that were shown."""
+def _rows(plan: ChainPlan, indent: str, taker: str) -> Iterator[Row]:
+    """Yield the rows of a chain and its branches."""
     length: Length = None
     for at, node in enumerate(plan.nodes):
         if isinstance(node, RelayNode):
@@ -446,34 +375,16 @@ def _rows(plan: ChainPlan, indent: str, tees: set[Path], taker: str) -> Iterator
             continue
         where, how, name = _puller(plan.nodes, at, taker), "", node.name
         if isinstance(node, OperatorNode):
-            yield from _drawn_branches(node, indent, tees, where)
-            name, place = node.operator.describe(), node.operator.tee_place
-            if place is not None:
-                name = f"branch {place[1]} of {_fork(node)}"
+            for number, branch in enumerate(node.branches):
+                yield f"{indent}{node.name} {number}:", "", "", ""
+                yield from _rows(branch, indent + "  ", where)
+            name = node.operator.describe()
         elif isinstance(node, WorkerNode):
             where = f"{node.backend.name} x {node.placement.num_workers}"
             how = ", ".join(_options(node))
         for operator in (node.operator,) if isinstance(node, OperatorNode) else node.works:
             length = operator.length(length)
         yield f"{indent}{name}", where, how, of_length(length)
-
-
-def _drawn_branches(node: OperatorNode, indent: str, tees: set[Path], taker: str) -> Iterator[Row]:
-    """Yield the rows of the branches of `node`; a tee is shown where it is met first."""
-    for number, branch in enumerate(node.branches):
-        name = f"{node.name} {number}"
-        if node.operator.tee_place is not None:
-            if branch.path in tees:
-                continue
-            tees.add(branch.path)
-            name = _fork(node)
-        yield f"{indent}{name}:", "", "", ""
-        yield from _rows(branch, indent + "  ", tees, taker)
-
-
-def _fork(node: OperatorNode) -> str:
-    """Name the tee of a branch: the first one has the path -1."""
-    return f"tee {-1 - node.branches[0].path[0]}"
 
 
 def _puller(nodes: Sequence[Node], at: int, taker: str) -> str:
@@ -506,20 +417,14 @@ def _options(node: WorkerNode) -> Iterator[str]:
 
 def as_mermaid(pipeline: Chain) -> str:
     """Return a flowchart: boxes for steps on workers, round ones for the others."""
-    boxes, arrows, forks = list[str](), list[str](), dict[Path, tuple[str, str]]()
+    boxes, arrows = list[str](), list[str]()
 
     def draw(plan: ChainPlan) -> tuple[str, str]:
-        """Draw one chain, and each tee once; return its last box, and the arrow that leaves it."""
+        """Draw one chain; return its last box, and the arrow that leaves it."""
         before, arrow = "", "-->"
         for node in plan.nodes:
             if isinstance(node, RelayNode) and node.options.depth is None:
                 arrow = "-. relay .->"
-                continue
-            if isinstance(node, OperatorNode) and node.operator.tee_place is not None:
-                trunk = node.branches[0]
-                if trunk.path not in forks:
-                    forks[trunk.path] = draw(trunk)
-                before, arrow = forks[trunk.path]
                 continue
             sources = [(before, arrow)] if before else []
             sources += map(draw, node.branches)

@@ -167,21 +167,17 @@ def descriptions(pipeline: Chain) -> list[str]:
 
     A run must have them in common with the run from whose state it resumes.
     """
-    return list(_described(pipeline, "", {}))
+    return list(_described(pipeline, ""))
 
 
-def _described(pipeline: Chain, indent: str, tees: dict[int, int]) -> Iterator[str]:
+def _described(pipeline: Chain, indent: str) -> Iterator[str]:
     for operator in pipeline.operators:
-        text, place = operator.identity(), operator.tee_place
+        text = operator.identity()
         if text is None:
             continue
-        branches = operator.branches()
-        if place is not None:
-            branches = () if id(place[0]) in tees else branches
-            text = f"{text} of tee {tees.setdefault(id(place[0]), len(tees))}"
         yield f"{indent}{text}"
-        for branch in branches:
-            yield from _described(branch, indent + "| ", tees)
+        for branch in operator.branches():
+            yield from _described(branch, indent + "| ")
 
 
 # -- checks ------------------------------------------------------------------------------------------

@@ -84,7 +84,6 @@ LENGTHS = {
     ".concat(other, ...)": lambda pipe: pipe.concat(pipe),
     ".interleave(other, ...)": lambda pipe: pipe.interleave(pipe),
     ".mix(other, ...)": lambda pipe: pipe.mix(pipe),
-    ".tee(count=2)": lambda pipe: pipe.tee(2)[0],
     ".pin_memory()": lambda pipe: pipe.pin_memory(),
     ".to(device)": lambda pipe: pipe.to("cuda"),
 }

@@ -251,10 +251,6 @@ PLACES: dict[str, tuple[Callable[[], Any], list[Any]]] = {
         lambda: items().zip(items(**WHERE)),
         [(0, 0), (1, 1), (2, 2), Hostile, (4, 4), (5, 5)],
     ),
-    "branches": (
-        lambda: (lambda a, b: a.zip(b.map(abs)))(*items().tee(2)),
-        [(0, 0), (1, 1), (2, 2), Hostile, (4, 4), (5, 5)],
-    ),
     "thread between": (lambda: items().prefetch(2), [0, 1, 2, Hostile, 4, 5]),
     "counted": (lambda: items().skip(1).take(4), [1, 2, Hostile, 4]),
     "cached": (lambda: items().cache(), [0, 1, 2, Hostile, 4, 5]),

@@ -167,7 +167,6 @@ ROWS: dict[str, tuple[Callable[[], Stats], tuple[str, str | None], str, str]] = 
         *(("stage", None), "map(sleeping) + ba", ""),
     ),
     "a branch": (lambda: joined(FEW, FEW), WAITS, "map(sleeping)", ""),
-    "a branch of a fork": (lambda: joined(*FEW.tee(2)), WAITS, "map(sleeping)", ""),
     "coroutines": (
         lambda: run_of(MORE.map(awaiting, concurrency=4)),
         *(WAITS, "map(awaiting)", "(4 now) of map(awaiting)"),

@@ -1,9 +1,7 @@
-"""Several pipelines as one, branches of a tee, and rows of a `zip` when something fails."""
+"""Several pipelines as one, and rows of a `zip` when something fails."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -243,72 +241,6 @@ def test_closing_closes_what_was_opened_although_closing_one_fails(how: str) -> 
     next(found)
     found.close()
     assert [source.closed for source in opened] == ([1, 0, 0] if how == "concat" else [1, 1, 1])
-
-
-# -- tee ---------------------------------------------------------------------------------------------
-
-
-def test_every_branch_gets_everything_once_also_on_threads_that_pull_as_they_like() -> None:
-    script = [Oops(at) if at % 7 == 0 else at for at in range(2000)]
-    for ahead in (False, True):
-        source = Script(*script)
-        branches = Pipeline.from_iterable(lambda source=source: source).tee(4)
-        if ahead:
-            branches = tuple(branch.prefetch(n) for n, branch in enumerate(branches, 1))
-        found = drain(Pipeline.interleave(*branches).run())
-        assert found == [step for step in script for _ in range(4)]
-        met = [step for step in found if isinstance(step, Oops)]
-        assert len({id(error) for error in met}) == len(met)  # each raises one of its own
-        assert source.pulled == len(script) + 1
-
-
-def test_a_pipeline_that_cannot_be_opened_may_be_opened_again() -> None:
-    tries: list[int] = []
-
-    def broken() -> list[int]:
-        tries.append(1)
-        if len(tries) == 1:
-            raise Oops("open")
-        return [5]
-
-    one, other = Pipeline.from_iterable(broken).tee()
-    assert drain(one.concat(other).run()) == [Oops("open"), 5]
-
-
-def test_nothing_waits_for_a_branch_that_is_gone_and_the_source_is_closed_with_the_last() -> None:
-    class Item:
-        pass
-
-    alive = weakref.WeakSet[Item]()
-
-    class Made(Script):
-        def __next__(self) -> Item:
-            super().__next__()
-            item = Item()
-            alive.add(item)
-            return item
-
-    source = Made(*range(100))
-    one, other = Pipeline.from_iterable(lambda: source).tee()
-    run = other.take(1).concat(one.take(99)).run()
-    next(run)
-    assert source.closed == 0
-    for _ in range(99):
-        next(run)
-        gc.collect()
-        assert len(alive) <= 3
-    assert next(run, None) is None
-    assert source.closed == 1
-
-
-def test_the_traceback_of_an_error_says_where_it_was_raised() -> None:
-    one, other = scripted(Oops(1)).tee()
-    run = one.concat(other).run()
-    for _ in range(2):
-        with pytest.raises(Oops) as caught:
-            next(run)
-        assert caught.traceback[-1].name == "__next__"
-        assert caught.traceback[-1].path.name == "scripts.py"
 
 
 class SetUpOnce:

@@ -155,7 +155,6 @@ LENGTHS: list[tuple[Callable[[], Pipeline], float | None]] = [
     (lambda: UNKNOWN, None),
     (lambda: Pipeline.from_iterable(range(7), backend="threads", num_workers=1), None),
     (lambda: Pipeline.from_dataset(range(7), sampler=[1, 2]), 2),
-    (lambda: three().tee(2)[1], 3),
     (lambda: three().batch(2), 2),
     (lambda: three().batch(2, drop_last=True), 1),
     (lambda: three().filter(bool), None),
@@ -252,8 +251,3 @@ def test_a_description_is_a_value_and_a_pickle_of_it_another_one() -> None:
     for change in (setattr, lambda pipe, name, _: delattr(pipe, name)):
         with pytest.raises(AttributeError, match="can't be changed"):
             change(pipe, "operators", ())
-    one, other = Pipeline.from_iterable(read).tee()
-    again = pickle.loads(pickle.dumps(one.zip(other)))
-    READ.clear()
-    assert list(again) == [(1, 1), (2, 2), (3, 3)]
-    assert READ == [1, 2, 3]

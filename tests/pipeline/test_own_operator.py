@@ -109,17 +109,12 @@ def up(item: int) -> int:
     return item + 100
 
 
-def in_a_fork(own: Step) -> Pipeline:
-    one, other = numbers().tee()
-    return Pipeline.zip(own(one), other.map(up, **THREADS), strict=False)
-
-
 PLACES: dict[str, Callable[[Step], Pipeline]] = {
     "alone": lambda own: own(numbers()),
     "after processes": lambda own: own(numbers().map(up, backend="fork", num_workers=1)),
     "between stages": lambda own: own(numbers().map(up, **THREADS)).map(repr, **THREADS),
     "before a shard": lambda own: own(numbers()).shard(2, 1),
-    "in a tee": in_a_fork,
+    "in a zip": lambda own: own(numbers()).zip(numbers().map(up, **THREADS), strict=False),
     "in a concat": lambda own: own(numbers()).concat(own(numbers()), numbers()),
     "repeated": lambda own: own(numbers()).repeat(2),
     "before a cache": lambda own: own(numbers()).cache(),
@@ -139,8 +134,6 @@ def test_steps_give_what_steps_of_ours_give_and_are_resumed_after_any_item(place
     for name, (own, ours) in OWN.items():
         if processes and name != "totals":  # starting them twice for each stop takes long
             continue
-        if place == "in a tee" and name == "totals":  # ours is of another pipeline
-            ours = lambda pipe: pipe.apply(Totals())  # noqa: E731
 
         def make(own: Operator = own) -> Pipeline:
             return PLACES[place](lambda pipe: pipe.apply(own))
@@ -214,7 +207,7 @@ class Needing(Totals):
 
 def test_a_step_may_refuse_before_anything_is_started() -> None:
     threads = threading.active_count()
-    for place in ("in a tee", "between stages"):
+    for place in ("in a zip", "between stages"):
         pipe = PLACES[place](lambda pipe: pipe.apply(Needing()))
         for run in (pipe.run, pipe.epochs):
             with pytest.raises(FileNotFoundError, match="needing: it is not there"):
@@ -239,9 +232,6 @@ def test_a_step_may_pass_over_its_items_several_times() -> None:
     pipe = Pipeline.from_dataset("abc", shuffle=True, seed=1)
     assert list(pipe.apply(Twice())) == [*pipe.run(epoch=0), *pipe.run(epoch=1)]
     assert pipe.apply(Twice()).repeats
-    one, other = numbers().tee()
-    with pytest.raises(ValueError, match="a branch of a tee is repeated, but not its other"):
-        one.apply(Twice()).zip(other, strict=False).run()
 
 
 @dataclass(frozen=True)

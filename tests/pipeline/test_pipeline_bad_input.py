@@ -165,7 +165,6 @@ NUMBERS: dict[str, Case] = {
         ValueError,
         "shard: num_replicas must be at least 1",
     ),
-    "fork": (lambda: BASE.tee(0), ValueError, "tee: count must be at least 1"),
     "block": (lambda: BASE.interleave(BASE, block_length=0), ValueError, "interleave: block"),
     "budget": (lambda: BASE.batch_by(double, math.nan), ValueError, "batch_by: max_cost"),
 }
@@ -202,11 +201,6 @@ OTHERS: dict[str, Case] = {
         TypeError,
         "apply takes an Operator",
     ),
-    "a branch repeated alone": (
-        lambda: (lambda a, b: a.filter(double).repeat(2).zip(b).run())(*BASE.tee(2)),
-        ValueError,
-        r"repeat\(\) before the tee",
-    ),
 }
 
 EARLY = {**PLACEMENTS, **FUNCTIONS, **SOURCES, **NUMBERS, **JOINS, **OTHERS}
@@ -228,17 +222,7 @@ def generator() -> Iterator[int]:
     yield from range(3)
 
 
-def branch_left_over() -> Pipeline:
-    a, _, c = BASE.map(double, backend="fork", num_workers=1).tee(3)
-    return a.zip(c).map(str, backend="fork", num_workers=1)
-
-
 LATE: dict[str, Case] = {
-    "branch left over": (
-        branch_left_over,
-        ValueError,
-        "3 branches of a tee, number 1 is never joined",
-    ),
     "unpicklable function": (
         lambda: BASE.map(
             functools.partial(two, threading.Lock()),
@@ -258,11 +242,6 @@ LATE: dict[str, Case] = {
         lambda: Pipeline.from_iterable(none),
         TypeError,
         "must give",
-    ),
-    "branch used twice": (
-        lambda: (lambda a: a.concat(a))(BASE.tee(1)[0]),
-        ValueError,
-        "branch 0 of a tee was opened twice",
     ),
     "sizes that do not collate": (
         lambda: Pipeline.from_iterable([[1], [1, 2]]).batch(2),

@@ -17,7 +17,6 @@ STEPS: dict[str, Callable[[Pipeline], Pipeline]] = {
     "cache": lambda pipe: pipe.cache(),
     "concat": lambda pipe: pipe.concat(Pipeline.from_dataset([])),
     "zip": lambda pipe: pipe.zip(),
-    "fork": lambda pipe: Pipeline.zip(*pipe.tee()).map(max),
 }
 
 
@@ -50,8 +49,8 @@ def test_the_longest_that_is_not_refused_runs(name: str) -> None:
         assert len(list(pipe.run(state=state))) == 1
 
 
-def test_what_is_joined_again_and_again_is_laid_out_once() -> None:
-    """Laid out once for each of its parts, this would never begin."""
+def test_joins_within_one_another_are_planned_once_each() -> None:
+    """Planned once for each step around it, the innermost would never begin."""
     pipe = Pipeline.from_dataset([0])
     for number in range(1, 40):
         pipe = pipe.map(abs).prefetch(1).concat(Pipeline.from_dataset([number]))

@@ -61,10 +61,11 @@ def stick_in_the_middle(gate: Gate, backend: str) -> Pipeline:
 
 
 def stick_in_a_branch(gate: Gate, backend: str) -> Pipeline:
-    a, b = Pipeline.from_dataset(range(100)).map(abs, backend=backend, num_workers=1).tee(2)
-    return a.map(Stick(gate), backend=backend, num_workers=1).zip(
-        b.map(str, backend=backend, num_workers=1)
+    a, b = (
+        Pipeline.from_dataset(range(100)).map(function, backend=backend, num_workers=1)
+        for function in (Stick(gate), str)
     )
+    return a.zip(b)
 
 
 def stick_in_a_reader(gate: Gate, backend: str) -> Pipeline:

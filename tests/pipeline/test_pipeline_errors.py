@@ -84,14 +84,6 @@ def test_what_can_not_be_sent_is_lost_alone() -> None:
         assert [item for item in found if type(item) is int] == [*range(50), *range(51, 100)]
 
 
-def test_branches_of_a_fork_are_repeated_together_or_not_at_all() -> None:
-    a, b = Pipeline.from_dataset(range(4)).map(abs, backend="threads", num_workers=1).tee(2)
-    with a.zip(b).repeat(2).run() as run:
-        assert list(run) == [(k, k) for k in [0, 1, 2, 3] * 2]
-    with pytest.raises(ValueError, match="repeated, but not its other branches"):
-        a.repeat(2).zip(b.repeat(2)).run()
-
-
 class Leaves(BaseException):
     """No error of an item: it ends whatever it comes through."""
 
@@ -151,7 +143,6 @@ WAYS: dict[str, Way] = {
     ),
     "counted": lambda pipe, f: pipe.map(f).take(7).skip(0).enumerate().map(lambda pair: pair[1]),
     "rows": lambda pipe, f: pairs(pipe.map(f).zip(pipe.map(abs))),
-    "branches": lambda pipe, f: pairs((lambda a, b: a.zip(b))(*pipe.map(f).tee(2))),
     "collation": lambda pipe, f: pipe.batch(1, collate_fn=f).map(lambda batch: batch[0]),
     "a bucket": lambda pipe, f: pipe.bucket_by(f, 1, collate_fn=list).map(lambda batch: batch[0]),
     "a cost": lambda pipe, f: pipe.batch_by(f, 1, oversize="alone", collate_fn=list).map(

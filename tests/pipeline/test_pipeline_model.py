@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pipeline_model import (
     CLOSED,
-    FORKS,
     JOINS,
     SEED,
     STEPS,
@@ -23,7 +22,6 @@ from support.pipeline_model import (
     events,
     extended,
     fails_sometimes,
-    forked,
     goes_on,
     kept,
     recipes,
@@ -63,7 +61,6 @@ def _with_another(recipe: Recipe, how: str) -> Recipe:
 
 EACH: dict[str, Callable[[Recipe], Recipe]] = {
     **{step: partial(extended, step=step) for step in [*STEPS, "repeat"]},
-    **{f"tee, {how}": partial(forked, how=how) for how in FORKS},
     **{how: partial(_with_another, how=how) for how in JOINS},
 }
 

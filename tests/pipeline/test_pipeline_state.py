@@ -120,8 +120,8 @@ def test_nothing_is_made_again_but_what_is_needed(place: Place) -> None:
 
 def test_branches_and_passes_go_on_without_what_they_had() -> None:
     before, one, other = Counting(), Counting(), Counting()
-    left, right = Pipeline.from_dataset(range(50)).map(before).tee()
-    pipe = left.map(one).zip(right.map(other)).batch(5, collate_fn=list)
+    data = Pipeline.from_dataset(range(50))
+    pipe = data.map(before).map(one).zip(data.map(other)).batch(5, collate_fn=list)
     run = pipe.run()
     events(run, 8)
     state, rest = saved(run), list(run)

@@ -126,19 +126,13 @@ def test_the_first_operator_that_differs_is_named(pipe: Pipeline, message: str) 
     assert started == []
 
 
-def test_branches_forks_readers_and_shards_must_agree() -> None:
+def test_branches_readers_and_shards_must_agree() -> None:
     def read() -> Iterator[int]:
         info = get_worker_info()
         return iter(range(info.id if info else 0, 9))
 
     def readers(workers: int) -> Pipeline:
         return Pipeline.from_iterable(read, backend="threads", num_workers=workers)
-
-    def forked(second: bool) -> Pipeline:
-        pipe = Pipeline.from_dataset(range(9))
-        one, other = pipe.tee()
-        _, third = pipe.map(abs).tee()
-        return one.zip(third if second else other)
 
     def ranked(replicas: int) -> Pipeline:
         sampler = DistributedShuffleSampler(9, 0, num_replicas=replicas, rank=0)
@@ -150,7 +144,6 @@ def test_branches_forks_readers_and_shards_must_agree() -> None:
         (line.zip(line), line.zip(line.map(abs)), r"nothing more.*\| map\(abs\)"),
         (readers(2), readers(3), r"'2 x read\(read\)' in the state and '3 x read"),
         (line.shard(2, 0), line.shard(2, 1), r"num_replicas=2, rank=0.*num_replicas=2, rank=1"),
-        (line.tee(1)[0], line, "of tee 0"),
     ):
         state = a_state(one, 1)
         with pytest.raises(StateError, match=message):

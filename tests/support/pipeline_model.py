@@ -641,41 +641,16 @@ def extended(before: Recipe, step: str) -> Recipe:
     )
 
 
-def forked(before: Recipe, how: str) -> Recipe:
-    """Both branches of a tee, one of them changed, together again."""
-
-    def make(settings: Settings) -> Pipeline:
-        one, other = before.make(settings).tee()
-        one = (
-            one.filter(kept, **settings.place())
-            if how == "interleave"
-            else one.map(changed, **settings.place())
-        )
-        other = settings.ahead(other)
-        if how == "zip":
-            return one.zip(other, strict=False)
-        if how == "zip, skipped":
-            return one.zip(other.skip(1), strict=False)
-        return getattr(one, how)(other)  # type: ignore[no-any-return]
-
-    step = "filter" if how == "interleave" else "map"
-    one = extended(before, step)
-    other = extended(before, "skip 1") if how == "zip, skipped" else before
-    return combined(how.partition(",")[0], one, other, make=make)
-
-
-def combined(
-    how: str, *lines: Recipe, make: Callable[[Settings], Pipeline] | None = None
-) -> Recipe:
+def combined(how: str, *lines: Recipe) -> Recipe:
     traits = "".join(line.traits for line in lines) + "e" * how.startswith("mix")
     if how == "zip" and any(re.search("s.*[slc]", line.traits) for line in lines):
-        how, make = "concat", None  # such a zip is refused
+        how = "concat"  # such a zip is refused
     weights = [*range(1, len(lines) + 1)]
     more: dict[str, Any] = {
         "zip": {"strict": False},
         "mix": {"weights": weights, "seed": 4},
         "mix, first": {"weights": weights, "seed": 4, "stop": "first"},
-        "interleave": {"block_length": 2 if make is None else 1},
+        "interleave": {"block_length": 2},
     }
 
     def built(settings: Settings) -> Pipeline:
@@ -693,18 +668,16 @@ def combined(
             return [*mixed(given, weights, 4, epoch, first=how != "mix")]
         return [event for line in given for event in line]
 
-    return Recipe(f"{how}{lines}", make or built, model, traits)
+    return Recipe(f"{how}{lines}", built, model, traits)
 
 
 JOINS = ["zip", "concat", "mix", "mix, first", "interleave"]
-FORKS = ["zip", "zip, skipped", "concat", "interleave"]
 
 
 def _wider(inner: st.SearchStrategy[Recipe]) -> st.SearchStrategy[Recipe]:
     steps = st.builds(extended, inner, st.sampled_from([*STEPS, "repeat"]))
-    forks = st.builds(forked, inner, st.sampled_from(FORKS))
     joins = st.builds(combined, st.sampled_from(JOINS), inner, inner)
-    return steps | steps | steps | forks | joins
+    return steps | steps | steps | joins
 
 
 recipes = st.recursive(sources, _wider, max_leaves=5)

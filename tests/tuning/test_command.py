@@ -60,8 +60,8 @@ def wait(number):
 
 few = Pipeline.from_dataset(range(7)).map(str)
 list(few)
-one, two = Pipeline.from_dataset(range(1000)).map(str).tee()
-pipe = Pipeline.zip(one, two).map(wait)
+numbers = Pipeline.from_dataset(range(1000))
+pipe = Pipeline.zip(numbers, numbers.map(str)).map(wait)
 for item in pipe:
     time.sleep(0.01)
 print("not reached")
