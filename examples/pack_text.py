@@ -8,21 +8,24 @@ Needs: pip install -e ".[parquet]" (in the clone)
 """
 
 import json
+import os
 import tempfile
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import torch
 
 from hybridloader import Pipeline
-from hybridloader.sources import Parquet, write_shards
+from hybridloader.sources import Parquet
 
 LENGTH, BATCH = 64, 4
 """Tokens of a row, and rows of a batch."""
 
 
-def documents(name, count):
-    for number in range(count):
-        yield {"text": f"{name} {number} " * (number % 11 + 1)}
+def write_documents(path, name, numbers):
+    rows = [{"text": f"{name} {number} " * (number % 11 + 1)} for number in numbers]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
 def tokenize(row):
@@ -43,13 +46,12 @@ def pipeline(folder):
 def main():
     with tempfile.TemporaryDirectory() as folder:
         for name, count in (("web", 300), ("books", 40)):
-            counts = write_shards(
-                documents(name, count),
-                f"{folder}/{name}",
-                format="parquet",
-                samples_per_shard=100,
-            )
-            print(f"{name}: {sum(counts)} documents in {len(counts)} shards")
+            os.mkdir(f"{folder}/{name}")
+            for first in range(0, count, 100):
+                numbers = range(first, min(first + 100, count))
+                path = f"{folder}/{name}/{first:06d}.parquet"
+                write_documents(path, name, numbers)
+            print(f"{name}: {count} documents")
         whole = list(pipeline(folder).run())
 
         run = pipeline(folder).run()

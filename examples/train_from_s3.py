@@ -50,7 +50,10 @@ def fill_bucket(endpoint):
         samples.append(
             {"__key__": f"{number:06d}", "npy": values.numpy(), "cls": label}
         )
-    write_shards(samples, URL, shards=SHARDS, storage_options=options_of(endpoint))
+    size = SAMPLES // SHARDS
+    write_shards(
+        samples, URL, samples_per_shard=size, storage_options=options_of(endpoint)
+    )
 
 
 def decode(sample):

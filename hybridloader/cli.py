@@ -211,9 +211,9 @@ def _add_index(commands: Any) -> None:
 def _add_pack(commands: Any) -> None:
     pack = _command(
         *(commands, "write-shards", _pack),
-        help="write a folder or a dataset into shards: tar archives or Parquet files",
-        description="Write samples into shards that Tar, Parquet and webdataset read, each archive with "
-        "its index. Nothing is overwritten. The same command resumes after an interruption.",
+        help="write a folder or a dataset into shards: tar archives",
+        description="Write samples into shards that Tar and webdataset read, each archive with its "
+        "index. Nothing is overwritten. The same command resumes after an interruption.",
     )
     pack.add_argument(
         "source",
@@ -223,10 +223,8 @@ def _add_pack(commands: Any) -> None:
         "returns one",
     )
     pack.add_argument("-o", "--output", required=True, metavar="URL", help="a folder, empty or new")
-    pack.add_argument("--format", choices=("tar", "parquet"), default="tar", help="default: tar")
     _add_options(
         pack.add_mutually_exclusive_group(),
-        ("--shards", _at_least(1), "N", "number of shards; best a multiple of the ranks"),
         ("--samples-per-shard", _at_least(1), "N", "number of samples in a shard"),
         ("--bytes-per-shard", _bytes, "SIZE", "size of a shard, such as 64M; default: 256M"),
     )
@@ -406,13 +404,11 @@ def _pack(arguments: argparse.Namespace) -> str | None:
             counts = write_shards(
                 source,
                 arguments.output,
-                format=arguments.format,
-                shards=arguments.shards,
                 samples_per_shard=arguments.samples_per_shard,
                 bytes_per_shard=arguments.bytes_per_shard,
                 workers=arguments.workers,
                 storage_options=arguments.storage_options,
-                report=report,
+                report=lambda done: report(done, 0, ""),
             )
     except (OSError, ImportError, ValueError, TypeError) as error:
         return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])

@@ -13,12 +13,14 @@ from pydoc_data.topics import topics
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from hybridloader import Pipeline
 from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Parquet, write_shards
+from hybridloader.sources import Parquet
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
 
@@ -138,11 +140,14 @@ def epoch(made):
 def main(folder, copies, rounds):
     tokenizer = f"{folder}/tokenizer.json"
     train_tokenizer(tokenizer)
-    counts = write_shards(
-        documents(copies), f"{folder}/text", format="parquet", samples_per_shard=100
-    )
-    print(f"{sum(counts)} documents in {len(counts)} files")
+    rows = pyarrow.Table.from_pylist([*documents(copies)])
     folder = f"{folder}/text"
+    os.mkdir(folder)
+    firsts = range(0, len(rows), 100)
+    for first in firsts:
+        path = f"{folder}/{first:06d}.parquet"
+        pyarrow.parquet.write_table(rows[first : first + 100], path)
+    print(f"{len(rows)} documents in {len(firsts)} files")
 
     resume(folder, tokenizer)
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from hybridloader.sources.per_worker import PerWorker as PerWorker
     from hybridloader.sources.shards import Shards as Shards
     from hybridloader.sources.tar import Tar as Tar
-    from hybridloader.sources.writing import ShardWriter as ShardWriter
     from hybridloader.sources.writing import write_shards as write_shards
 
 __getattr__, __dir__, __all__ = lazily(
@@ -26,6 +25,6 @@ __getattr__, __dir__, __all__ = lazily(
         "per_worker": "PerWorker",
         "shards": "Shards",
         "tar": "Tar",
-        "writing": "ShardWriter write_shards",
+        "writing": "write_shards",
     },
 )

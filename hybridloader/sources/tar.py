@@ -477,7 +477,7 @@ class Tar(Shards[Any]):
     index
         Local folder in which the indices are kept for the next time. One of the ranks that share it
         makes them, and ``hybridloader index`` fills it ahead of time. ``"beside"``: each is beside its
-        archive, as ``NAME.index``, where `ShardWriter` writes it; one of a remote archive is only read
+        archive, as ``NAME.index``, where `write_shards` writes it; one of a remote archive is only read
         there. One of an archive that has changed is made again. Default: they are not kept.
     ahead_bytes
         Bytes of blocks of remote archives that a process holds under a `BlockShuffleSampler`, which

@@ -1,4 +1,4 @@
-"""`ShardWriter` and `write_shards`: samples into shards of a given size, in a folder or a store.
+"""`write_shards`: samples into tar archives of a given size, in a folder or a store.
 
 A small file beside the shards, the manifest, names their pack and the complete shards. With it a
 pack that was interrupted is resumed. Without it nothing is written where something is.
@@ -19,43 +19,36 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hybridloader._support.text import one_of, short, whole
+from hybridloader._support.text import short, whole
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.sources.files import Urls, list_files
 from hybridloader.sources.store import MANIFEST, Stamp, Store
 from hybridloader.sources.tar import make_index, name_parts, packed_index
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
-# -- Shards that are being written: samples go in, one file comes out. Tar and Parquet.
-#
-# Nothing here knows where the file will lie, or how many samples a shard has.
-
-
 KEY = "__key__"  # name of a sample's key
 
-ROWS = 1024  # rows of a row group, which is read and decoded as a whole
 
+class _Archive:
+    """Tar archive that is being filled: one member for each field, as webdataset names them."""
 
-class TarFile:
-    """Tar archive with one member for each field of a sample, as webdataset names them."""
-
-    schema = None
-
-    def __init__(self, file: Any, _: Any) -> None:
-        self.file = file
+    def __init__(self, file: Any) -> None:
+        self.file = file  # local; it does not know where it will lie
         self.samples = self.size = 0  # bytes, with headers
         self._archive = tarfile.open(fileobj=file, mode="w")  # noqa: SIM115  # `close` closes it
         self._names: set[str] = set()
 
     def add(self, sample: Any, number: int) -> None:
-        fields = fields_of(sample, number)
-        key = fields.pop(KEY)
+        """Add a sample, or nothing of it if it can't be written. `number` is for errors and its key."""
+        if not isinstance(sample, Mapping):
+            raise TypeError(
+                f"sample {number} must be a dict of fields by name, such as {{'jpg': b'...'}}, not "
+                f"{short(sample)}; pass encode=, a function that returns such a dict"
+            )
+        fields = {name: value for name, value in sample.items() if name[:2] != "__"}
+        key = str(sample.get(KEY, f"{number:09d}"))
         members = []
         for extension, value in fields.items():
             name = f"{key}.{extension}"
@@ -88,75 +81,11 @@ class TarFile:
     def close(self) -> None:
         self._archive.close()
 
-    finish = close
-
-
-class ParquetFile:
-    """Parquet file with a row for each sample. `schema` None: that of the first rows."""
-
-    def __init__(self, file: Any, schema: Any) -> None:
-        self.file = file
-        # All the mutable state:
-        self.samples = self.size = 0  # bytes before compression
-        self.schema = schema
-        self._last = 0  # number of the last row
-        self._rows: list[dict[str, Any]] = []
-        self._writer: Any = None
-
-    def add(self, sample: Any, number: int) -> None:
-        row = fields_of(sample, number)
-        if KEY not in sample:
-            del row[KEY]
-        self._rows.append(row)
-        self._last = number
-        self.samples += 1
-        if len(self._rows) == ROWS:
-            self._write()
-
-    def _write(self) -> None:
-        import pyarrow
-        from pyarrow import parquet
-
-        rows, self._rows = self._rows, []
-        names = dict.fromkeys(name for row in rows for name in row)
-        try:
-            if self.schema is None:
-                columns = {name: [row.get(name) for row in rows] for name in names}
-                self.schema = pyarrow.table(columns).schema
-            if more := sorted({*names} - {*self.schema.names}):
-                raise ValueError(f"the schema has no column {', '.join(more)}")
-            table = pyarrow.Table.from_pylist(rows, schema=self.schema)
-        except (pyarrow.ArrowException, TypeError, ValueError) as error:
-            raise ValueError(
-                f"samples {self._last + 1 - len(rows)} to {self._last} don't fit the schema of the "
-                f"first ones: {error}; pass schema="
-            ) from error
-        if self._writer is None:
-            self._writer = parquet.ParquetWriter(self.file, self.schema)
-        self._writer.write_table(table, row_group_size=ROWS)
-        self.size += table.nbytes
-
-    def finish(self) -> None:
-        if self._rows:
-            self._write()
-        self.close()
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
-_FORMATS: dict[str, type[TarFile | ParquetFile]] = {"tar": TarFile, "parquet": ParquetFile}
-
-
-def fields_of(sample: Any, number: int) -> dict[str, Any]:
-    if not isinstance(sample, Mapping):
-        raise TypeError(
-            f"sample {number} must be a dict of fields by name, such as {{'jpg': b'...', 'cls': 3}}, "
-            f"not {short(sample)}; pass encode=, a function that returns such a dict"
-        )
-    fields = {name: value for name, value in sample.items() if name[:2] != "__"}
-    return {KEY: str(sample.get(KEY, f"{number:09d}")), **fields}
+    def drop(self) -> None:
+        """Remove the file."""
+        with suppress(Exception), self.file:
+            self.close()
+        os.unlink(self.file.name)
 
 
 def _encoded(value: Any, extension: str, number: int) -> bytes:
@@ -236,20 +165,16 @@ def _class_of(key: str) -> str:
     return name
 
 
-VERSION = 2  # version of the manifest
+VERSION = 3  # version of the manifest
 
 BYTES = 256 << 20  # bytes of a shard if no size is given
-
-_TRIED = 32  # samples of a dataset from which its total size is estimated
 
 _AT_ONCE = 8  # samples of a dataset that a thread reads at a time
 
 _PART = ".part-"  # prefix of the names of local files that are being written
 
-_EMPTY = "the source has no samples"
 
-
-def _ignore(done: int, total: int, name: str) -> None:
+def _ignore(done: int) -> None:
     pass
 
 
@@ -312,270 +237,115 @@ class _Folder:
         self.put(part.name, name)
 
 
-class ShardWriter:
-    """Writes samples into shards, one after another, for `Tar`, `Parquet` and webdataset.
+class _Pack:
+    """Shards in a folder, with their manifest: begun now, or resumed from the same plan.
 
-    A sample is a dict. In a tar archive each field is a member, ``KEY.NAME``: bytes, text (UTF-8) or a
-    number; an array if its name ends in ``npy``, and any JSON value if it ends in ``json``. ``__key__``
-    is the key, by default the number of the sample. In a Parquet file each field is a column.
-
-    A shard is written to a local file first, and appears as a whole while the next one is filled. Each
-    archive has an index beside it, for ``Tar(..., index="beside")``. As a context manager it is closed
-    at the end of the block; if that raises, the last shard is not written, and the pack can be resumed.
-
-    Parameters
-    ----------
-    url
-        Path or URL of a folder, empty or not there. Shards are ``shard-000000.tar`` and so on.
-    format
-        ``"tar"`` or ``"parquet"``.
-    samples_per_shard
-        Number of samples of each shard but the last.
-    bytes_per_shard
-        Bytes at which a shard is full (for Parquet, before compression), by default 256 MiB.
-    schema
-        Schema of pyarrow for Parquet files; by default that of the first 1,024 samples.
-    resume
-        True resumes after the existing shards; then write the samples from number `written` on.
-    storage_options
-        Options of fsspec.
-
-    Attributes
-    ----------
-    written : int
-        Number of samples so far, including those of a resumed pack.
-    shards : int
-        Number of shards that are full.
-
-    Raises
-    ------
-    FileExistsError
-        The folder is not empty. Nothing is overwritten.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> from hybridloader.sources import ShardWriter, Tar
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> with ShardWriter(folder.name, samples_per_shard=2) as writer:
-    ...     for number in range(3):
-    ...         writer.write({"txt": f"text {number}", "cls": number % 2})
-    >>> tar = Tar(f"{folder.name}/*.tar", fields=("txt", "cls"), index="beside")
-    >>> tar.shard_sizes.tolist(), tar[2]
-    ([2, 1], (b'text 2', b'0'))
-    >>> tar.close()
-    >>> folder.cleanup()
+    `plan` has the size of a shard (``samples_per_shard`` or ``bytes_per_shard``), and marks of the
+    source. Raises `FileExistsError` if the folder has anything else.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        format: str = "tar",
-        samples_per_shard: int | None = None,
-        bytes_per_shard: int | None = None,
-        schema: Any = None,
-        resume: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        plan = _size_of(samples_per_shard=samples_per_shard, bytes_per_shard=bytes_per_shard)
-        self._begin(url, format, schema, plan, storage_options or {}, resume)
-
-    def _begin(
-        self,
-        url: str,
-        form: str,
-        schema: Any,
-        plan: Mapping[str, Any],
-        options: Mapping[str, Any],
-        resume: bool,
-    ) -> None:
-        """Begin, or resume a pack with the same plan. Raises `FileExistsError`.
-
-        `plan` has the sizes of the shards (``samples`` in so many ``shards``, ``samples_per_shard`` or
-        ``bytes_per_shard``), and other marks of the source.
-        """
-        one_of("format", form, _FORMATS)
-        self._folder = _Folder(url, options)
-        self._form, self._plan = form, {"format": form, **plan}
+    def __init__(self, url: str, options: Mapping[str, Any], plan: Mapping[str, int]) -> None:
+        self._folder, self._plan = _Folder(url, options), plan
         # All the mutable state:
-        self._counts = self._begun(url, resume)  # samples of each shard in its place
-        if schema is None and form == "parquet" and self._counts:  # that of the shards there
-            from pyarrow import parquet
-
-            with self._folder.store.open(self._folder.path(self._name(0))) as file:
-                schema = parquet.read_schema(file)
-        self._schema = schema
-        self.written = sum(self._counts)
-        self.shards = len(self._counts)  # before the one that is being filled
-        self._shard: TarFile | ParquetFile | None = None  # that is being filled
-        self._uploads = ThreadPoolExecutor(1, "hybridloader-write")
-        self._upload: Future[None] | None = None  # of the shard before
-        self._closed = False
-
-    def _begun(self, url: str, resume: bool) -> list[int]:
+        self.counts: list[int] = []  # samples of each shard in its place
         names = self._folder.names()
+        if not names:
+            self.save()
+            return
         if MANIFEST not in names:
-            if names:
-                raise FileExistsError(
-                    f"{url} is not empty ({min(names)}), and no file is overwritten; name another "
-                    "folder"
-                )
-            self._save([])
-            return []
-        held = json.loads(self._folder.store.read(self._folder.path(MANIFEST)))
-        if held["version"] != VERSION or held["done"] or not resume:
-            state = "a complete pack" if held["done"] else "an unfinished pack"
-            hint = ", or resume it" if held["version"] == VERSION and not held["done"] else ""
             raise FileExistsError(
-                f"{url} has {state}, and no file is overwritten; name another folder{hint}"
+                f"{url} is not empty ({min(names)}), and no file is overwritten; name another folder"
             )
-        if held["plan"] != self._plan:
+        held = json.loads(self._folder.store.read(self._folder.path(MANIFEST)))
+        if held["done"]:
+            raise FileExistsError(
+                f"{url} has a complete pack, and no file is overwritten; name another folder"
+            )
+        if (held["version"], held["plan"]) != (VERSION, self._plan):
             raise FileExistsError(
                 f"{url} has a pack from another source or with other sizes; pass the same, or name "
                 "another folder"
             )
-        counts: list[int] = held["counts"]
-        return counts
+        self.counts = held["counts"]
 
-    def _save(self, counts: list[int], done: bool = False) -> None:
-        held = {"version": VERSION, "plan": self._plan, "counts": counts, "done": done}
+    def save(self, *, done: bool = False) -> None:
+        held = {"version": VERSION, "plan": self._plan, "counts": self.counts, "done": done}
         self._folder.put_bytes(MANIFEST, json.dumps(held).encode())
 
-    def _name(self, number: int) -> str:
-        return f"shard-{number:06d}.{self._form}"
-
-    def write(self, sample: Mapping[str, Any]) -> None:
-        """Write a sample.
-
-        Raises
-        ------
-        TypeError, ValueError
-            It can't be written, and a tar archive has nothing of it. Rows of Parquet are written 1,024
-            at a time, so an error may be of an earlier one.
-        OSError, StoreError
-            The shard before could not be written. The writer is closed, and the pack can be resumed.
-        """
-        if self._closed:
-            raise ValueError("this ShardWriter is closed; open another one")
-        if self._shard is None:
-            self._shard = _FORMATS[self._form](self._folder.part(), self._schema)
-        self._shard.add(sample, self.written)
-        self.written += 1
-        if self._is_full(self._shard):
-            try:
-                self._end_shard()
-            except BaseException:
-                self._give_up()
-                raise
-
-    def _is_full(self, shard: TarFile | ParquetFile) -> bool:
-        plan = self._plan
-        if "shards" in plan:  # even shards: this one ends where the next one begins
-            return bool(self.written == plan["samples"] * (self.shards + 1) // plan["shards"])
-        if "samples_per_shard" in plan:
-            return bool(shard.samples == plan["samples_per_shard"])
-        return bool(shard.size >= plan.get("bytes_per_shard", BYTES))
-
-    def _end_shard(self) -> None:
-        shard = self._shard
-        if shard is not None and shard.samples:
-            self._wait()  # so that there are at most two local files
-            shard.finish()
-            self._schema = shard.schema
-            self._upload = self._uploads.submit(self._place, shard, self.shards)
-            self._shard = None
-            self.shards += 1
-
-    def _place(self, shard: TarFile | ParquetFile, number: int) -> None:
-        """Put a full shard and its index in their places, then note it in the manifest."""
-        name, folder, index = self._name(number), self._folder, None
-        with shard.file as file:
-            if self._form == "tar":
-                size = file.tell()
-                file.seek(0)
-                index = make_index(name, file, Stamp(size, ""))
-        folder.put(file.name, name)
-        if index is not None:
-            stamp = folder.store.stamp(folder.path(name), refresh=True)
-            folder.put_bytes(f"{name}.index", bytes(packed_index(replace(index, stamp=stamp))))
-        self._counts.append(shard.samples)
-        self._save(self._counts)
-
-    def _wait(self) -> None:
-        if self._upload is not None:
-            self._upload.result()
-
-    def close(self) -> None:
-        """Write the last shard, and wait until all are in their places. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+    def fill(self, samples: Iterator[Any], first: int) -> _Archive | None:
+        """Return an archive of the next samples, from number `first` on; None if there are none."""
+        most = self._plan.get("samples_per_shard", math.inf)
+        size = self._plan.get("bytes_per_shard", math.inf)
+        archive: _Archive | None = None
         try:
-            self._end_shard()
-            self._wait()
-            self._save(self._counts, done=True)
-        finally:
-            self._give_up()
+            for sample in samples:
+                archive = archive or _Archive(self._folder.part())
+                archive.add(sample, first + archive.samples)
+                if archive.samples >= most or archive.size >= size:
+                    break
+            if archive is not None:
+                archive.close()
+        except BaseException:
+            if archive is not None:
+                archive.drop()
+            raise
+        return archive
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, tb: Any) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """Close, and drop the shard that is being filled."""
-        self._closed = True
-        self._uploads.shutdown()
-        shard, self._shard = self._shard, None
-        if shard is not None:
-            with suppress(Exception), shard.file:
-                shard.close()
-            os.unlink(shard.file.name)
+    def place(self, archive: _Archive) -> None:
+        """Put a full archive and its index in their places, then note it in the manifest."""
+        name, folder = f"shard-{len(self.counts):06d}.tar", self._folder
+        with archive.file as file:
+            size = file.tell()
+            file.seek(0)
+            index = make_index(name, file, Stamp(size, ""))
+        folder.put(file.name, name)
+        stamp = folder.store.stamp(folder.path(name), refresh=True)
+        folder.put_bytes(f"{name}.index", bytes(packed_index(replace(index, stamp=stamp))))
+        self.counts.append(archive.samples)
+        self.save()
 
 
 def write_shards(
     source: Any,
     url: str,
     *,
-    format: str = "tar",
-    shards: int | None = None,
     samples_per_shard: int | None = None,
     bytes_per_shard: int | None = None,
     encode: Callable[[Any], Mapping[str, Any]] | None = None,
-    schema: Any = None,
     workers: int = 4,
     storage_options: Mapping[str, Any] | None = None,
-    report: Callable[[int, int, str], object] = _ignore,
+    report: Callable[[int], object] = _ignore,
 ) -> list[int]:
-    """Write all samples of a dataset or an iterable into shards; see `ShardWriter`.
+    """Write all samples of a dataset or an iterable into shards, for `Tar` and webdataset.
 
-    The same call resumes an interrupted pack: shards that are there stay. The source must have
-    the same samples in the same order, which is checked by its length and its first sample.
+    A sample is a dict. Each field is a member of a tar archive, ``KEY.NAME``: bytes, text (UTF-8) or a
+    number; an array if its name ends in ``npy``, and any JSON value if it ends in ``json``. ``__key__``
+    is the key, by default the number of the sample.
+
+    A shard is written to a local file first, and appears as a whole while the next one is filled. Each
+    archive has an index beside it, for ``Tar(..., index="beside")``. The same call resumes an
+    interrupted pack: shards that are there stay. The source must have the same samples in the same
+    order, which is checked by its length and its first sample.
 
     Parameters
     ----------
     source
-        A dataset with ``len()`` and ``[]``: its shards are as many as their size asks for, all have the
-        same number of samples or one more, and `workers` threads read samples. Or an iterable: it is
-        read from its beginning to be resumed.
-    url, format, schema, storage_options
-        See `ShardWriter`.
-    shards
-        Number of shards, for a dataset: a multiple of the number of ranks gives each as many.
-    samples_per_shard, bytes_per_shard
-        See `ShardWriter`; of a dataset the size of a sample is estimated from 32 samples.
+        A dataset with ``len()`` and ``[]``: `workers` threads read samples. Or an iterable: it is read
+        from its beginning to be resumed.
+    url
+        Path or URL of a folder, empty or not there. Shards are ``shard-000000.tar`` and so on.
+    samples_per_shard
+        Number of samples of each shard but the last.
+    bytes_per_shard
+        Bytes at which a shard is full, by default 256 MiB.
     encode
         Function from a sample to the dict that is written.
     workers
         Number of threads that read the samples of a dataset.
+    storage_options
+        Options of fsspec.
     report
-        Called with the number of shards that are done, the number of all (0: not known) and an empty
-        name.
+        Called with the number of shards that are done.
 
     Returns
     -------
@@ -585,105 +355,87 @@ def write_shards(
     Raises
     ------
     FileExistsError
-        The folder has a whole pack, another one, or anything else.
+        The folder has a whole pack, another one, or anything else. Nothing is overwritten.
     TypeError, ValueError
         A sample can't be written; the message has its number.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from hybridloader.sources import Tar, write_shards
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> samples = [{"txt": f"text {number}", "cls": number % 2} for number in range(3)]
+    >>> write_shards(samples, folder.name, samples_per_shard=2)
+    [2, 1]
+    >>> tar = Tar(f"{folder.name}/*.tar", fields=("txt", "cls"), index="beside")
+    >>> tar[2]
+    (b'text 2', b'0')
+    >>> tar.close()
+    >>> folder.cleanup()
     """
-    given = _size_of(
-        shards=shards, samples_per_shard=samples_per_shard, bytes_per_shard=bytes_per_shard
-    )
-    one_of("format", format, _FORMATS)
+    sizes = {"samples_per_shard": samples_per_shard, "bytes_per_shard": bytes_per_shard}
+    plan = {name: whole(name, size, 1) for name, size in sizes.items() if size is not None}
+    if len(plan) > 1:
+        raise ValueError(f"pass only one of {', '.join(plan)}")
+    plan = plan or {"bytes_per_shard": BYTES}
     workers = whole("workers", workers, 1)
     encode = encode or (lambda sample: sample)
     if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
-        plan, samples_from = _dataset(source, encode, format, schema, given, workers)
-    elif shards is not None:
-        raise ValueError(
-            "shards= needs a source with len(); for an iterable, pass samples_per_shard= or "
-            "bytes_per_shard="
-        )
+        count = plan["samples"] = len(source)
+        first = [*_read(source, encode, range(min(count, 1)), 1)]
+
+        def samples_from(start: int) -> Iterator[Any]:
+            return _read(source, encode, range(start, count), workers)
     else:
         items = map(encode, source)
         first = [*islice(items, 1)]
-        if not first:
-            raise ValueError(_EMPTY)
-        plan = {**given, "first": _checksum(first[0])}
 
         def samples_from(start: int) -> Iterator[Any]:
             return islice(chain(first, items), start, None)
 
-    writer = ShardWriter.__new__(ShardWriter)
-    writer._begin(url, format, schema, plan, storage_options or {}, True)
-    total = plan.get("shards", 0)
-    report(writer.shards, total, "")
-    with writer:
-        for sample in samples_from(writer.written):
-            before = writer.shards
-            writer.write(sample)
-            if writer.shards != before:
-                report(writer.shards, total, "")
-    report(writer.shards, writer.shards, "")
-    return writer._counts
+    if not first:
+        raise ValueError("the source has no samples")
+    plan["first"] = zlib.crc32(repr(first[0]).encode("utf-8", "replace"))
+    pack = _Pack(url, storage_options or {}, plan)
+    written, shards = sum(pack.counts), len(pack.counts)
+    samples = samples_from(written)
+    report(shards)
+    with ThreadPoolExecutor(1, "hybridloader-write") as uploads:
+        upload: Future[None] | None = None  # of the shard before
+        while (archive := pack.fill(samples, written)) is not None:
+            try:
+                if upload is not None:
+                    upload.result()  # so that there are at most two local files
+            except BaseException:
+                archive.drop()
+                raise
+            upload = uploads.submit(pack.place, archive)
+            written, shards = written + archive.samples, shards + 1
+            report(shards)
+        if upload is not None:
+            upload.result()
+    pack.save(done=True)
+    return pack.counts
 
 
-def _size_of(**sizes: int | None) -> dict[str, int]:
-    """Return the size that was passed, or none. Raises `ValueError` for several."""
-    given = {name: whole(name, value, 1) for name, value in sizes.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"pass only one of {', '.join(given)}")
-    return given
-
-
-def _dataset(
-    source: Any,
-    encode: Callable[[Any], Any],
-    form: str,
-    schema: Any,
-    given: Mapping[str, int],
-    workers: int,
-) -> tuple[dict[str, Any], Callable[[int], Iterator[Any]]]:
-    """Return the plan of a pack with even shards, and a function of its samples from a number on."""
-
-    def sample(number: int) -> Any:
-        try:
-            return encode(source[number])
-        except Exception as error:
-            add_note(error, f"packing sample {number}")
-            raise
-
-    count = len(source)
-    if not count:
-        raise ValueError(_EMPTY)
-    steps = min(count, _TRIED)
-    tried = [sample(number * count // steps) for number in range(steps)]
-    if "shards" in given:
-        total = given["shards"]
-    elif "samples_per_shard" in given:
-        total = math.ceil(count / given["samples_per_shard"])
-    else:
-        trial = _FORMATS[form](io.BytesIO(), schema)
-        for number, one in enumerate(tried):
-            trial.add(one, number)
-        trial.finish()
-        size = trial.size / len(tried) * count
-        total = math.ceil(size / given.get("bytes_per_shard", BYTES)) or 1
-    plan = {"samples": count, "shards": min(total, count), "first": _checksum(tried[0])}
-    return plan, lambda start: _read(sample, range(start, count), workers)
-
-
-def _checksum(sample: Any) -> int:
-    """Return a checksum of the first sample, by which another source is noticed."""
-    return zlib.crc32(repr(sample).encode("utf-8", "replace"))
-
-
-def _read(sample: Callable[[int], Any], numbers: range, workers: int) -> Iterator[Any]:
+def _read(source: Any, encode: Callable[[Any], Any], numbers: range, workers: int) -> Iterator[Any]:
     """Yield the samples in their order; `workers` threads read them, a few ahead."""
+
+    def some(numbers: range) -> list[Any]:
+        found = []
+        for number in numbers:
+            try:
+                found.append(encode(source[number]))
+            except Exception as error:
+                add_note(error, f"packing sample {number}")
+                raise
+        return found
+
     asked: deque[Future[list[Any]]] = deque()
     with ThreadPoolExecutor(workers, "hybridloader-read") as threads:
         try:
             for first in range(0, len(numbers), _AT_ONCE):
-                some = numbers[first : first + _AT_ONCE]
-                asked.append(threads.submit(lambda some: [*map(sample, some)], some))
+                asked.append(threads.submit(some, numbers[first : first + _AT_ONCE]))
                 if len(asked) > workers:
                     yield from asked.popleft().result()
             while asked:

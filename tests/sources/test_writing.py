@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.command import main
 
-from hybridloader.sources import Parquet, ShardWriter, Tar, write_shards
+from hybridloader.sources import Tar, write_shards
 
 
 def sample(number: int) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def test_a_tar_comes_back_with_its_index(
     url = str(tmp_path / "out") if where == "local" else "memory://out"
     source: Any = Samples(100) if kind == "dataset" else map(sample, range(100))
     counts = write_shards(source, url, samples_per_shard=30)
-    assert counts == ([25] * 4 if kind == "dataset" else [30, 30, 30, 10])
+    assert counts == [30, 30, 30, 10]
     monkeypatch.setattr("hybridloader.sources.tar.make_index", None)  # none is made
     assert contents(f"{url}/", index="beside") == expected(100)  # the manifest is no archive
     if where == "local":
@@ -69,7 +69,7 @@ def test_a_tar_comes_back_with_its_index(
 
 def test_the_same_samples_make_the_same_archives_whoever_reads_them(tmp_path: Path) -> None:
     for name in "ab":
-        write_shards(Samples(20), str(tmp_path / name), shards=2, workers=2)
+        write_shards(Samples(20), str(tmp_path / name), samples_per_shard=10, workers=2)
     (one, _), (other, _) = (sorted((tmp_path / name).glob("*.tar")) for name in "ab")
     assert one.read_bytes() == other.read_bytes()
     with tarfile.open(one) as archive:
@@ -80,58 +80,28 @@ def test_the_same_samples_make_the_same_archives_whoever_reads_them(tmp_path: Pa
     assert found == [(f"{key}.{ext}", data) for key, one in wanted for ext, data in one.items()]
 
 
-def test_parquet_comes_back(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-
-    def row(number: int) -> dict[str, Any]:
-        tokens = np.arange(number % 5)
-        return {"x": number / 2, "name": None if number == 0 else f"n{number}", "tokens": tokens}
-
-    rows = [row(number) for number in range(3000)]
-    for source, name in ((rows, "of a dataset"), (iter(rows), "of an iterable")):
-        url = str(tmp_path / name)
-        counts = write_shards(source, url, format="parquet", samples_per_shard=1500)
-        assert counts == [1500, 1500]
-        table = Parquet(f"{url}/")
-        assert table.block_sizes.tolist() == [1024, 476] * 2
-        assert [table[n] for n in (0, 2999)] == [
-            {"x": 0.0, "name": None, "tokens": []},
-            {"x": 1499.5, "name": "n2999", "tokens": [0, 1, 2, 3]},
-        ]
-
-
-def test_bytes_decide_how_many_shards(tmp_path: Path) -> None:
+def test_bytes_limit_a_shard(tmp_path: Path) -> None:
     rows = [{"bin": bytes(9728)}] * 100  # 10 KiB with its header
-    assert write_shards(rows, str(tmp_path / "a"), bytes_per_shard=200 << 10) == [20] * 5
-    assert write_shards(iter(rows), str(tmp_path / "b"), bytes_per_shard=300 << 10) == [
-        30,
-        30,
-        30,
-        10,
-    ]
-    assert write_shards(rows, str(tmp_path / "c")) == [100]
-    assert write_shards(rows[:3], str(tmp_path / "d"), shards=9) == [1, 1, 1]
+    assert write_shards(rows, str(tmp_path / "a"), bytes_per_shard=300 << 10) == [30, 30, 30, 10]
+    assert write_shards(rows, str(tmp_path / "b")) == [100]
 
 
 def test_a_dataset_is_resumed_with_the_shards_that_lack(tmp_path: Path) -> None:
     url, samples = str(tmp_path / "out"), Samples(400, bad=299)
     with pytest.raises(KeyError, match="bad") as failed:
-        write_shards(samples, url, shards=4, workers=1)
+        write_shards(samples, url, samples_per_shard=100, workers=1)
     assert "packing sample 299" in failed.value.__notes__
     assert not [*(tmp_path / "out").glob(".part*")]
     (tmp_path / "out" / ".part-left").write_bytes(b"half")
     samples.bad, samples.read = -1, [0] * 400
-    assert write_shards(samples, url, shards=4) == [100] * 4
-    assert sum(samples.read[:200]) == 16  # those that were tried; the rest was there
+    assert write_shards(samples, url, samples_per_shard=100) == [100] * 4
+    assert sum(samples.read[:200]) == 1  # by which the source is known; the rest was there
     assert all(samples.read[200:])
     assert contents(f"{url}/*.tar", index="beside") == expected(400)
     assert not [*(tmp_path / "out").glob(".part*")]
 
 
-@pytest.mark.parametrize("form", ["tar", "parquet"])
-def test_an_iterable_is_resumed_after_its_last_whole_shard(form: str, tmp_path: Path) -> None:
-    if form == "parquet":
-        pytest.importorskip("pyarrow")
+def test_an_iterable_is_resumed_after_its_last_whole_shard(tmp_path: Path) -> None:
     url = str(tmp_path / "out")
 
     def items(bad: int) -> Any:
@@ -141,15 +111,13 @@ def test_an_iterable_is_resumed_after_its_last_whole_shard(form: str, tmp_path: 
             yield sample(number)
 
     with pytest.raises(KeyError, match="bad"):
-        write_shards(items(35), url, format=form, samples_per_shard=10)
-    shards = sorted((tmp_path / "out").glob(f"shard-*.{form}"))
+        write_shards(items(35), url, samples_per_shard=10)
+    shards = sorted((tmp_path / "out").glob("shard-*.tar"))
     assert len(shards) == 3
     times = [path.stat().st_mtime_ns for path in shards]
-    assert write_shards(items(-1), url, format=form, samples_per_shard=10) == [10] * 5
+    assert write_shards(items(-1), url, samples_per_shard=10) == [10] * 5
     assert [path.stat().st_mtime_ns for path in shards] == times
-    found: Any = Tar(f"{url}/*.tar") if form == "tar" else Parquet(f"{url}/*.parquet")
-    texts = [one["txt"] for one in found]
-    assert texts == [f"text {n}".encode() if form == "tar" else f"text {n}" for n in range(50)]
+    assert contents(f"{url}/*.tar") == expected(50)
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
@@ -162,58 +130,31 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         write_shards(Samples(4), url)
     (tmp_path / "out" / "mine.txt").unlink()
     with pytest.raises(KeyError, match="bad"):
-        write_shards(Samples(100, bad=99), url, shards=2)
+        write_shards(Samples(100, bad=99), url, samples_per_shard=50)
     with pytest.raises(FileExistsError, match="another source or with other sizes"):
-        write_shards(Samples(99), url, shards=3)
-    with pytest.raises(FileExistsError, match="has an unfinished pack"):
-        ShardWriter(url)
+        write_shards(Samples(100), url, samples_per_shard=25)
+    with pytest.raises(FileExistsError, match="another source or with other sizes"):
+        write_shards(Samples(99), url, samples_per_shard=50)
     write_shards(Samples(4), str(tmp_path / "whole"))
-    for again in (write_shards, lambda _, url: ShardWriter(url, resume=True)):
-        with pytest.raises(FileExistsError, match="has a complete pack"):
-            again(Samples(4), str(tmp_path / "whole"))
+    with pytest.raises(FileExistsError, match="has a complete pack"):
+        write_shards(Samples(4), str(tmp_path / "whole"))
 
 
-def test_a_writer_that_fails_can_be_resumed(tmp_path: Path) -> None:
-    url = str(tmp_path / "out")
-
-    def write_some() -> None:
-        with ShardWriter(url, samples_per_shard=2) as writer:
-            for number in range(5):
-                writer.write(sample(number))
-            raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        write_some()
-    with ShardWriter(url, samples_per_shard=2, resume=True) as writer:
-        assert (writer.written, writer.shards) == (4, 2)
-        for number in range(writer.written, 7):
-            writer.write(sample(number))
-    assert contents(f"{url}/*.tar") == expected(7)
-    with pytest.raises(ValueError, match="is closed"):
-        writer.write(sample(7))
-
-
-def test_a_store_that_refuses_is_told_by_the_next_write(
+def test_a_store_that_refuses_is_told_and_the_pack_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = ShardWriter(str(tmp_path / "out"), samples_per_shard=1)
+    url = str(tmp_path / "out")
 
-    def refuse(self: Any, name: str, data: bytes) -> None:
+    def refuse(index: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hybridloader.sources.writing._Folder.put_bytes", refuse)
-    writer.write(sample(0))
+    monkeypatch.setattr("hybridloader.sources.writing.packed_index", refuse)
     with pytest.raises(OSError, match="No space left"):
-        writer.write(sample(1))
+        write_shards(map(sample, range(9)), url, samples_per_shard=1)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="closed"):
-        writer.write(sample(2))
-    writer.close()
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".part")]
-    with ShardWriter(str(tmp_path / "out"), samples_per_shard=1, resume=True) as again:
-        assert again.written == 0  # its index was not there
-        again.write(sample(0))
-    assert contents(f"{tmp_path}/out/*.tar") == expected(1)
+    assert write_shards(map(sample, range(9)), url, samples_per_shard=1) == [1] * 9
+    assert contents(f"{url}/*.tar") == expected(9)
 
 
 def test_a_sample_that_would_be_lost_is_refused(tmp_path: Path) -> None:
@@ -228,18 +169,13 @@ def test_a_sample_that_would_be_lost_is_refused(tmp_path: Path) -> None:
             ({"__key__": "a"}, r"sample \d, 'a', has no fields"),
         ]
     ):
-        writer = ShardWriter(str(tmp_path / f"{number}"))
-        writer.write(sample(0))
         with pytest.raises((TypeError, ValueError), match=told):
-            writer.write(bad)  # type: ignore[arg-type]
-        writer.write(sample(1))
-        with pytest.raises((TypeError, ValueError), match=told), writer:
-            writer.write(bad)  # type: ignore[arg-type]
+            write_shards([sample(0), bad], str(tmp_path / f"{number}"))
+        assert [path.name for path in (tmp_path / f"{number}").iterdir()] == ["_pack.json"]
 
 
 def test_arrays_and_json_are_members(tmp_path: Path) -> None:
-    with ShardWriter(str(tmp_path)) as writer:
-        writer.write({"a.npy": np.arange(3), "json": {"b": [1]}, "num": 0.5})
+    write_shards([{"a.npy": np.arange(3), "json": {"b": [1]}, "num": 0.5}], str(tmp_path))
     (path,) = tmp_path.glob("*.tar")
     with tarfile.open(path) as archive:
         files = {one.name: archive.extractfile(one).read() for one in archive}  # type: ignore[union-attr]
@@ -248,32 +184,15 @@ def test_arrays_and_json_are_members(tmp_path: Path) -> None:
     assert files["000000000.num"] == b"0.5"
 
 
-@pytest.mark.parametrize(
-    ("last", "told"),
-    [({"y": 1}, "the schema has no column y"), ({"x": "text"}, "samples 1024 to 1024 don't fit")],
-)
-def test_rows_that_do_not_fit_the_schema_are_refused(last: Any, told: str, tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    with pytest.raises(ValueError, match=f"{told}.* pass schema="):
-        write_shards([{"x": 1}] * 1024 + [last], str(tmp_path), format="parquet")
-
-
 def test_arguments_are_checked(tmp_path: Path) -> None:
     url = str(tmp_path)
-    for options, told in [
-        ({"shards": 2, "samples_per_shard": 3}, "pass only one of shards, samples_per_shard"),
-        ({"shards": 0}, "shards must be at least 1"),
-        ({"format": "zip"}, "format must be 'tar' or 'parquet'"),
-    ]:
-        with pytest.raises(ValueError, match=told):
-            write_shards(Samples(3), url, **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"shards= needs a source with len\(\)"):
-        write_shards(iter([sample(0)]), url, shards=2)
+    with pytest.raises(ValueError, match="pass only one of samples_per_shard, bytes_per_shard"):
+        write_shards(Samples(3), url, samples_per_shard=2, bytes_per_shard=3)
+    with pytest.raises(ValueError, match="samples_per_shard must be at least 1"):
+        write_shards(Samples(3), url, samples_per_shard=0)
     for empty in ([], iter([])):
         with pytest.raises(ValueError, match="the source has no samples"):
             write_shards(empty, url)
-    with pytest.raises(ValueError, match="only one of"):
-        ShardWriter(url, samples_per_shard=1, bytes_per_shard=1)
     assert not [*tmp_path.iterdir()]
 
 
@@ -293,10 +212,12 @@ def test_the_command_packs_a_folder(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "out")
-    assert main(["write-shards", str(photos), "-o", out, "--classes", "--shards", "2"]) == 0
+    assert (
+        main(["write-shards", str(photos), "-o", out, "--classes", "--samples-per-shard", "1"]) == 0
+    )
     told = capsys.readouterr().err
     assert "2 files are skipped" in told
-    assert "2 of 2 shards are done\n2 samples, 1 to 1 in a shard" in told
+    assert "2 shards are done\n2 samples, 1 to 1 in a shard" in told
     tar = Tar(f"{out}/*.tar", fields=("jpg", "cls"), index="beside")
     assert [*tar.keys] == ["cat/1", "dog/2"]
     assert [*tar] == [(b"cat/1.jpg", b"0"), (b"dog/2.jpg", b"1")]
@@ -312,7 +233,7 @@ def test_the_command_packs_what_a_module_has(
         "def words():\n    for n in range(5):\n        yield {'txt': str(n)}\n"
     )
     monkeypatch.chdir(tmp_path)
-    arguments = ["-o", "out", "--bytes-per-shard", "2K", "--format", "tar"]
+    arguments = ["-o", "out", "--bytes-per-shard", "2K"]
     assert main(["write-shards", "my_samples:words", *arguments]) == 0
     assert "5 samples, 1 to 2 in a shard" in capsys.readouterr().err
     assert [one["txt"] for one in Tar("out/*.tar")] == [b"%d" % n for n in range(5)]
