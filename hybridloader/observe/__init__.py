@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from hybridloader.observe.stats import Comparison as Comparison
     from hybridloader.observe.stats import Stats as Stats
     from hybridloader.observe.stats import compare as compare
-    from hybridloader.observe.tracing import merge as merge
     from hybridloader.observe.tracing import trace as trace
     from hybridloader.observe.verdict import Verdict as Verdict
 
@@ -25,7 +24,7 @@ __getattr__, __dir__, __all__ = lazily(
         ".fetching.on_error": "Skipped",
         "figures": "StageStats",
         "stats": "Comparison Stats compare",
-        "tracing": "merge trace",
+        "tracing": "trace",
         "verdict": "Verdict",
     },
 )

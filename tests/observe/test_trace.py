@@ -1,8 +1,7 @@
-"""Traces of loaders and pipelines: events, tracks, merging with torch.profiler's, and refusals."""
+"""Traces of loaders and pipelines: events, tracks, and refusals."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import math
@@ -18,12 +17,10 @@ from hypothesis import strategies as st
 from support.fake_accelerator import FakeAccelerator
 from support.platforms import needs_fork
 from support.recordings import Event, chrome_events
-from support.traces import ReadTrace, nanoseconds
-from torch.profiler import ProfilerActivity, profile, record_function
+from support.traces import ReadTrace
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, Skip
-from hybridloader.observe import merge
 
 
 class Work:
@@ -236,7 +233,7 @@ def test_a_loader_within_a_worker_is_not_in_the_trace(path: Path) -> None:
     assert len(trace.named("next()")) == 3
 
 
-# -- pipelines, and torch.profiler ------------ ------------------------------------------------------
+# -- pipelines ------------------------------ ------------------------------------------------------
 
 
 def busy(item: Any) -> Any:
@@ -298,80 +295,6 @@ def test_epochs_of_a_pipeline_go_on_on_the_same_tracks(tmp_path: Path) -> None:
             list(run)
     trace = ReadTrace(tmp_path / "run.json")
     assert list(trace.tracks.values()).count("map(decode) worker 0") == 1
-
-
-@contextlib.contextmanager
-def profiled(path: Path) -> Any:
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        yield
-    profiler.export_chrome_trace(str(path))
-
-
-def test_merging_with_a_trace_of_torchs_profiler(tmp_path: Path, capfd: Any) -> None:
-    ours, theirs, out = tmp_path / "ours.json.gz", tmp_path / "theirs.json", tmp_path / "both.json"
-    loader = DataLoader(list(range(64)), 8, num_workers=1, backend="fork")  # type: ignore[arg-type]
-    with hybridloader.observe.trace(ours), profiled(theirs):
-        for batch in loader:
-            with record_function("training step"):
-                torch.mm(torch.ones(64, 64), torch.ones(64, 64)).sum() + batch.sum()
-    merge(ours, theirs, out)
-    whole = json.loads(out.read_text())
-    before = json.loads(theirs.read_text())
-    shift = before["baseTimeNanoseconds"] - whole["baseTimeNanoseconds"]
-    for event, old in zip(whole["traceEvents"], before["traceEvents"], strict=False):
-        assert {**event, "ts": 0} == {**old, "ts": 0}
-        assert abs(nanoseconds(event["ts"]) - nanoseconds(old["ts"]) - shift) <= 2
-    own = [event for event in whole["traceEvents"] if event.get("cat") == "hybridloader"]
-    taken = {(event["pid"], event["tid"]) for event in before["traceEvents"]}
-    assert own
-    assert not {(event["pid"], event["tid"]) for event in own if event["ph"] == "X"} & taken
-    named = [
-        event
-        for event in whole["traceEvents"]
-        if "enumerate(DataLoader)#" in event["name"] and event["ph"] == "X"
-    ]
-    nexts = [event for event in own if event["name"] == "next()"]
-    # The same calls, under torch's name and ours, by clocks that agree within a millisecond.
-    assert len(named) == 9
-    assert nexts
-    for event in nexts:
-        middle = event["ts"] + event["dur"] / 2
-        assert any(n["ts"] - 1e3 <= middle <= n["ts"] + n["dur"] + 1e3 for n in named), event
-    capfd.readouterr()  # its notes
-
-
-def test_merging_moves_tracks_that_are_taken(tmp_path: Path) -> None:
-    ours, theirs, out = (tmp_path / f"{name}.json" for name in ("ours", "theirs", "both"))
-    with hybridloader.observe.trace(ours):
-        list(DataLoader(Work(4), 4, num_workers=0))
-    before = json.loads(ours.read_text())
-    (taken, _) = [event for event in before["traceEvents"] if event["name"] == "next()"]
-    step = {**taken, "name": "step", "ts": 1.0, "dur": 1.0}
-    began = before["baseTimeNanoseconds"] - 3_000
-    other = {"baseTimeNanoseconds": began, "traceEvents": [step], "traceName": "theirs"}
-    theirs.write_text(json.dumps(other))
-    merge(ours, theirs, out)
-    both = json.loads(out.read_text())
-    (moved, _) = [event for event in both["traceEvents"] if event["name"] == "next()"]
-    assert moved["tid"] != taken["tid"]
-    assert moved["ts"] == taken["ts"]
-    names = [event for event in both["traceEvents"] if event["name"] == "thread_name"]
-    assert moved["tid"] in {name["tid"] for name in names}
-    (step,) = [event for event in both["traceEvents"] if event["name"] == "step"]
-    assert step["ts"] == 1.0 - 3.0
-    assert both["baseTimeNanoseconds"] == before["baseTimeNanoseconds"]
-    assert both["traceName"] == "theirs"
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [("", "not JSON"), ("[]", "no list"), ('{"traceEvents": []}', "no 'baseTimeNanoseconds'")],
-)
-def test_merging_what_is_no_trace(tmp_path: Path, text: str, what: str) -> None:
-    (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(ValueError, match=what):
-        merge(tmp_path / "bad.json", tmp_path / "bad.json", tmp_path / "out.json")
-    assert not (tmp_path / "out.json").exists()
 
 
 # -- Chrome's form: slices that nest in seconds nest in whole nanoseconds ----------------------------
