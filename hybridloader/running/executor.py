@@ -435,7 +435,7 @@ class Executor(Runner):
         From torch's default generator, right after the seed of the run, as torch's loader does.
         """
         if plan.chain.operators[0].draws(self.seeded):
-            self._drawn.setdefault(_name_of(plan.path), drawn() - epoch)
+            self._drawn[_name_of(plan.path)] = drawn() - epoch
         for node in plan.nodes:
             for branch in node.branches:
                 self._draw_for(branch, epoch)
