@@ -18,8 +18,6 @@ from torch.utils.data import IterableDataset
 
 from hybridloader import DataLoader, Pipeline
 
-BACKENDS = ("inline", "threads", "fork", "spawn")
-
 DEADLINE = 60.0
 """Seconds that a process may take to end."""
 
@@ -35,7 +33,9 @@ def notes(folder: Path) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", ["inline", "threads", "fork", pytest.param("spawn", marks=pytest.mark.full)]
+)
 def test_a_generator_is_closed_when_its_pass_is_left_and_before_its_worker_ends(
     backend: str, tmp_path: Path
 ) -> None:

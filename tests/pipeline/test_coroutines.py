@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybridloader import Pipeline, Replace, Retry, Skip, WorkerTimeout, get_worker_info
+from hybridloader import Pipeline, Replace, Retry
 
 WHERE: dict[str, Any] = {
     "nowhere": {},
@@ -109,14 +109,6 @@ def test_items_of_several_tasks_are_in_work_at_a_time(where: Any) -> None:
         assert list(pipe) == [*range(40)]
 
 
-class FailsLate(Behind):
-    async def __call__(self, item: int) -> int:
-        await super().__call__(item)
-        if item % 4 == 1:
-            raise ValueError(f"item {item}")
-        return item
-
-
 def test_an_interrupt_in_a_coroutine_goes_through_and_the_run_can_be_resumed() -> None:
     interrupts = [2]
 
@@ -133,17 +125,6 @@ def test_an_interrupt_in_a_coroutine_goes_through_and_the_run_can_be_resumed() -
         state = run.state_dict()
     interrupts.clear()
     assert list(pipe.run(state=state)) == [2, 3]
-
-
-def test_errors_of_tasks_that_were_begun_early_come_in_their_place() -> None:
-    where: Any = {"backend": "threads", "num_workers": 1, "concurrency": 2, "timeout": 60}
-    pipe = Pipeline.from_iterable(range(12))
-    good = [n for n in range(12) if n % 4 != 1]
-    assert list(pipe.map(FailsLate(7), on_error=Skip(max_failures=3), **where)) == good
-    with pipe.map(FailsLate(7), **where).run() as run:
-        assert next(run) == 0
-        with pytest.raises(ValueError, match="item 1"):
-            next(run)
 
 
 class Flaky:
@@ -201,14 +182,6 @@ def test_closing_cancels_what_is_in_work(where: Any) -> None:
     assert all(stuck.cancelled.acquire(timeout=60) for _ in range(3))
 
 
-def test_a_limit_of_time_is_kept() -> None:
-    pipe = Pipeline.from_iterable(range(9)).map(
-        Stuck(), concurrency=3, backend="threads", num_workers=1, timeout=0.2
-    )
-    with pipe.run() as run, pytest.raises(WorkerTimeout):
-        next(run)
-
-
 def test_a_slow_one_holds_up_only_so_many() -> None:
     """Behind it, items are begun up to four times as many as may be in work."""
     begun: list[int] = []
@@ -263,18 +236,6 @@ def test_what_coroutines_opened_is_closed_on_their_loop(where: Any, capfd: Any) 
         assert "OSError: while it was closed" in capfd.readouterr().err
 
 
-def test_a_worker_is_known_in_its_coroutines() -> None:
-    async def who(_: int) -> Any:
-        await asyncio.sleep(0)
-        info = get_worker_info()
-        return None if info is None else info.id
-
-    pipe = Pipeline.from_iterable(range(8)).map(
-        who, concurrency=2, backend="threads", num_workers=2
-    )
-    assert set(pipe) <= {0, 1}
-
-
 def two_steps(number: int) -> list[int]:
     """Iterate a pipeline of two `async def` steps, the second of which pulls the first."""
     pipe = Pipeline.from_iterable(range(4)).map(double, concurrency=2)
@@ -307,15 +268,6 @@ def test_a_coroutine_that_cancels_itself_is_an_error() -> None:
         pytest.raises(RuntimeError, match="code outside this pipeline cancelled the coroutine"),
     ):
         next(run)
-
-
-def test_partials_and_objects_are_known_too() -> None:
-    from functools import partial
-
-    async def add(number: int, item: int) -> int:
-        return number + item
-
-    assert list(Pipeline.from_iterable(range(3)).map(partial(add, 1))) == [1, 2, 3]
 
 
 def test_bad_arguments_are_told() -> None:

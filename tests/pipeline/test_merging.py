@@ -201,14 +201,6 @@ def test_other_ranks_get_what_was_left_and_nothing_twice(case: Case) -> None:
     each_item_once(case)
 
 
-def test_the_end_of_a_rank_is_no_item_that_was_had_in_part() -> None:
-    """A last batch that is not full may have had more; the index behind the last is that of no rank."""
-    each_item_once(
-        (29, ["skip", "prefetch"], "flat_map", ["batch", "map"], [[4, 4, 4], [0]], 85, "blocks")
-    )
-    each_item_once((29, ["map", "prefetch"], "flat_map", ["batch"], [[5, 5, 5], [0]], 85, "order"))
-
-
 BUFFERS: dict[str, Step] = {
     "shuffle": lambda pipe, _: pipe.shuffle(9),
     "bucket_by": lambda pipe, _: pipe.bucket_by(kind, 3, collate_fn=list),

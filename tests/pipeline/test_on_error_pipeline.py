@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -103,12 +102,6 @@ def test_trying_again(where: dict[str, Any]) -> None:
     assert (found, len(skipped)) == ([], 9)
 
 
-def test_an_endless_iterable_is_not_read_before_it_is_asked_for() -> None:
-    pipe = Pipeline.from_iterable([1]).flat_map(itertools.count, on_error="skip")
-    with pipe.run() as run:
-        assert [next(run) for _ in range(3)] == [1, 2, 3]
-
-
 @PLACES
 def test_too_much_is_raised_at_the_same_place(where: dict[str, Any]) -> None:
     pipe = Pipeline.from_dataset(range(30)).map(tenfold, on_error=Skip(2), **where)
@@ -142,19 +135,6 @@ def test_what_is_passed_on_unopened_counts_as_attempted() -> None:
     )
     found, skipped = results(first.map(abs, backend="fork", num_workers=2))
     assert (len(found), len(skipped)) == (2990, 10)
-
-
-def test_the_table_has_a_column_only_if_something_was_skipped() -> None:
-    for where in WHERE[:3]:
-        for bad in (True, False):
-            pipe = Pipeline.from_dataset(range(10) if bad else range(3))
-            with pipe.map(tenfold, on_error="skip", **where).prefetch(2).run(observe=True) as run:
-                list(run)
-                stages = run.stats().stages
-                assert ("skipped" in str(run.stats())) is bad
-                assert sum(stage.faults.skipped for stage in stages) == bad
-                assert stages[0].items == (9 if bad else 3)
-                assert stages[0].faults.skipped == bad
 
 
 # -- batches by a sampler --------------------------------------------------------------------------

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import gc
 import os
-import pickle
 import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,6 @@ from support.comparison import same
 from support.platforms import posix
 from support.scripts import Kept, Oops, drain
 
-from hybridloader import Pipeline
 from hybridloader.errors import ResultPicklingError
 
 in_a_folder = settings(
@@ -83,22 +79,6 @@ def test_passes_at_the_same_time_do_not_disturb_each_other(cache: Kept) -> None:
     assert drain(cache.again()) == ([1, 2] if cache.path is None else [3, 4])
 
 
-BEGUN: list[int] = []
-
-
-def numbers() -> Iterator[int]:
-    BEGUN.append(1)
-    return iter([1, 2])
-
-
-def test_a_copy_begins_with_nothing_and_a_pickle_too() -> None:
-    pipe = Pipeline.from_iterable(numbers).cache()
-    for made in (copy.copy(pipe), pickle.loads(pickle.dumps(pipe))):
-        BEGUN.clear()
-        assert list(pipe) == list(made) == list(made) == [1, 2]
-    assert len(BEGUN) == 1
-
-
 # -- in memory ---------------------------------------------------------------------------------------
 
 
@@ -108,19 +88,6 @@ def test_memory_gives_the_same_objects_and_their_number() -> None:
     drain(cache.begin(item, 2))
     assert cache.pipe.length == 2
     assert drain(cache.again())[0] is item
-
-
-def test_the_first_whole_pass_of_several_threads_is_kept() -> None:
-    cache, together = Kept(), threading.Barrier(4)
-    runs = [cache.begin(*[number] * 100) for number in range(4)]
-
-    def fill(run: Any) -> list[Any]:
-        together.wait(30)
-        return drain(run)
-
-    with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(fill, runs)) == [[number] * 100 for number in range(4)]
-    assert drain(cache.again()) in [[number] * 100 for number in range(4)]
 
 
 # -- in a file ---------------------------------------------------------------------------------------
@@ -168,16 +135,6 @@ def test_arrays_outlive_the_pass_and_the_file_which_only_this_user_may_read(file
     found.close()
     file.unlink()
     assert item.sum() == 100_000 * 99_999 // 2
-
-
-def test_a_path_may_be_relative_and_a_text_but_its_folder_must_be_there(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(file.parent)
-    drain(Kept("cache").begin(1))
-    assert drain(Kept(str(file)).again()) == [1]
-    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere.* make it first"):
-        Kept(file.parent / "nowhere" / "cache").begin(1)
 
 
 def test_an_item_that_cannot_be_pickled_is_an_error_and_nothing_is_kept(file: Path) -> None:
@@ -232,29 +189,6 @@ def test_any_failure_to_write_is_told_once_and_costs_only_the_cache(
     monkeypatch.undo()
     same(found, items)
     assert len(told) == 1
-    assert os.listdir(file.parent) == []
-
-
-def test_writes_may_be_partial(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.write
-    monkeypatch.setattr(
-        "hybridloader.pipeline.cache.os.write",
-        lambda fd, view: real(fd, view[:1000]),
-    )
-    item = np.arange(30_000)
-    drain(Kept(file).begin(item, "b"))
-    monkeypatch.undo()
-    same(drain(Kept(file).again()), [item, "b"])
-
-
-def test_an_interrupt_while_writing_leaves_nothing(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = Kept(file).begin(LARGE, 2)
-    monkeypatch.setattr("hybridloader.pipeline.cache._write", failing(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        next(found)
-    monkeypatch.undo()
     assert os.listdir(file.parent) == []
 
 

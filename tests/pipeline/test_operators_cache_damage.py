@@ -13,7 +13,7 @@ from support.comparison import same
 from support.platforms import posix
 from support.scripts import Kept, drain
 
-from hybridloader.errors import CacheError, HybridLoaderError
+from hybridloader.errors import CacheError
 
 in_a_folder = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -31,31 +31,6 @@ ITEMS = [1, "two", np.arange(9_000), {"four": torch.ones(3)}]
 def written(file: Path, fingerprint: str = "of this") -> bytes:
     drain(Kept(file, fingerprint).begin(*ITEMS))
     return file.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("at", "told"),
-    [
-        (8, "of format 2, and this release reads format 3; delete it"),
-        (9, "is of format"),
-        (-80, "its index is not as it was written"),  # in the fingerprint
-        (-60, "its index is not"),  # in the places of records
-        (-40, "its index is not"),  # where the index begins
-        (-20, "its index is not"),  # in the digest of the index
-        (-3, "or its end was changed"),  # in the last bytes
-    ],
-)
-def test_damage_to_the_frame_is_found_at_once(file: Path, at: int, told: str) -> None:
-    whole = bytearray(written(file, "of this and more"))
-    with pytest.raises(
-        CacheError, match="by another pipeline, 'of this and more', and this one is"
-    ):
-        Kept(file, "of that").begin()
-    whole[at] ^= 1
-    file.write_bytes(whole)
-    with pytest.raises(CacheError, match=told):
-        Kept(file, "of this and more").begin()
-    assert issubclass(CacheError, HybridLoaderError)
 
 
 def test_a_foreign_file_is_refused_and_left_as_it_is(file: Path) -> None:
@@ -118,18 +93,3 @@ def test_digests_are_checked_before_anything_is_unpickled(
     with pytest.raises(CacheError):
         next(run)
     assert not unpickled
-
-
-class Gone:
-    pass
-
-
-def test_a_class_that_is_gone_is_an_error_that_names_the_record(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drain(Kept(file).begin(1, Gone(), 3))
-    monkeypatch.delattr(f"{__name__}.Gone")
-    one, error, three = drain(Kept(file).begin())
-    assert (one, three) == (1, 3)
-    assert isinstance(error, AttributeError)
-    assert "record 1 of the cache file" in vars(error)["__notes__"][0]

@@ -165,10 +165,6 @@ def test_a_cache_of_something_else_is_refused_with_the_reason_and_that_of_the_sa
         iter(squares([1, 2, 3]).cache(file))
 
 
-def test_a_dataset_is_not_read_to_tell_it_from_others(tmp_path: Path) -> None:
-    Pipeline.from_dataset(Lazy()).cache(tmp_path / "cache")
-
-
 class Shards:
     """An iterable whose shards the ranks of `torch.distributed` divide."""
 

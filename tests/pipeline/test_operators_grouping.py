@@ -161,20 +161,6 @@ def test_a_bad_cost_is_an_error_at_its_item(cost: Any, kind: type[Exception], to
     assert told in str(error)
 
 
-def test_a_cost_may_be_any_number() -> None:
-    costs = [np.float32(2.5), torch.tensor(3), 4.5, np.int64(1)]
-    assert list(map(len, outcome(by_cost(), *costs))) == [3, 1]
-
-
-def raises_at(bad: Any, result: Any) -> Any:
-    def function(item: Any) -> Any:
-        if item == bad:
-            raise result
-        return 1
-
-    return function
-
-
 def test_a_function_that_raises_costs_its_item_and_no_other() -> None:
     def raises_at_2(error: BaseException) -> Any:
         def function(item: Any) -> Any:

@@ -220,15 +220,6 @@ def numbers() -> Iterator[int]:
     return iter([1, 2, 3])
 
 
-READ: list[int] = []
-
-
-def read() -> Iterator[int]:
-    for item in (1, 2, 3):
-        READ.append(item)
-        yield item
-
-
 JOINS: list[Step] = [
     lambda pipe: pipe.zip(Pipeline.from_iterable(numbers), strict=False),
     lambda pipe: pipe.concat(Pipeline.from_iterable(numbers)),

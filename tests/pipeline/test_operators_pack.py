@@ -11,7 +11,6 @@ import pytest
 import torch
 from support.pipeline_model import saved
 from support.scripts import Oops, errors_in, items_in, outcome, steps
-from torch.utils.data import default_collate
 
 from hybridloader import Pipeline
 
@@ -59,16 +58,6 @@ def test_documents_are_arrays_tensors_lists_or_dicts_of_them() -> None:
         "positions": [0, 1, 0, 1],
     }
     assert row["weight"].dtype == np.float32
-
-
-def test_rows_hold_no_document_and_are_collated() -> None:
-    document = np.arange(4)
-    rows = outcome(steps.pack(2), document)
-    document[:] = 9
-    assert [row["tokens"].tolist() for row in rows] == [[0, 1], [2, 3]]
-    assert default_collate(rows)["positions"].tolist() == [[0, 1], [0, 1]]
-    batches = Pipeline.from_iterable([np.arange(5)] * 4).pack(5).batch(2)
-    assert [batch["tokens"].shape for batch in batches] == [(2, 5), (2, 5)]
 
 
 @pytest.mark.parametrize(

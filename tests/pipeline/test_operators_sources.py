@@ -61,21 +61,6 @@ def test_samplers_say_the_order() -> None:
     assert indices(dataset=NoLength(), sampler=[3, 1]) == [3, 1]
 
 
-def test_a_sampler_without_a_length_is_as_good() -> None:
-    class Inherited(torch.utils.data.Sampler[int]):
-        def __iter__(self) -> Iterator[int]:
-            yield from (1, 2)
-
-    class Refuses(Inherited):
-        def __len__(self) -> int:
-            raise NotImplementedError
-
-    for sampler in (Inherited(), Refuses()):
-        pipe = Pipeline.from_dataset(range(3), sampler=sampler)
-        assert pipe.length is None
-        assert drain(pipe.run()) == drain(pipe.run()) == [1, 2]
-
-
 def test_a_sampler_is_told_the_epoch_before_every_pass() -> None:
     class Told:
         def __init__(self) -> None:
@@ -92,14 +77,6 @@ def test_a_sampler_is_told_the_epoch_before_every_pass() -> None:
         assert drain(Pipeline.from_iterable(told).run(epoch=epoch)) == [epoch]
         assert indices(epoch, dataset=range(2), sampler=told) == [epoch]
     assert drain(Pipeline.from_iterable(lambda: told).run(epoch=7)) == [7]
-
-
-def test_the_length_is_read_anew_for_every_pass() -> None:
-    data = [1, 2]
-    operator = Pipeline.from_dataset(data)
-    data.append(3)
-    assert operator.length == 3
-    assert drain(operator.run()) == [1, 2, 3]
 
 
 class Stream(IterableDataset[int]):

@@ -47,14 +47,6 @@ def test_what_default_collate_made_is_taken_apart(sample: Any, count: int) -> No
     same(outcome(steps.unbatch(columns=True), default_collate(given)), given)
 
 
-@no_deadline
-@given(st.lists(st.one_of(st.integers(), st.text(), st.none(), st.tuples(st.integers()))))
-def test_a_list_of_samples_gives_these(samples: list[Any]) -> None:
-    batches = outcome(steps.batch(3, collate_fn=list), *samples)
-    assert outcome(steps.unbatch(), *batches) == samples
-    assert outcome(steps.unbatch(), *map(tuple, batches)) == samples
-
-
 def test_every_kind_of_batch() -> None:
     x, y = torch.arange(4).reshape(2, 2), np.arange(2.0)
     for batch, make in [

@@ -13,7 +13,6 @@ from support.fake_accelerator import FakeAccelerator
 from support.pinning_datasets import Counting, Pinnable, first_of, on_backends
 
 from hybridloader import Pipeline
-from hybridloader.errors import NotReady
 
 OWN = 256 << 10
 """Bytes from which on a buffer has a slot of its own."""
@@ -100,23 +99,6 @@ def test_steps_that_the_loop_itself_runs_may_come_behind() -> None:
     assert set(names) == {threading.current_thread().name}
 
 
-def test_the_next_item_can_be_asked_for_without_waiting() -> None:
-    fake = FakeAccelerator(manual=False)
-    gate = threading.Event()
-
-    def held(number: int) -> torch.Tensor:
-        assert gate.wait(60)
-        return row(number)
-
-    with (
-        Pipeline.from_dataset([5]).map(held, backend="threads", num_workers=1).to(fake).run() as run
-    ):
-        with pytest.raises(NotReady):
-            run.next_nowait()
-        gate.set()
-        assert fake.holds(next(run))
-
-
 # -- errors and ends -------------------------------------------------------------------------------
 
 
@@ -185,12 +167,6 @@ def test_without_an_accelerator_items_pass_with_a_warning_and_a_device_is_refuse
     with pytest.warns(UserWarning, match="no accelerator that pins memory was found") as caught:
         assert len(list(rows().pin_memory().repeat(2))) == 24
     assert [w.filename for w in caught] == [__file__]
-
-
-def test_the_cpu_changes_nothing() -> None:
-    pipe = rows()
-    for device in ("cpu", torch.device("cpu"), "cpu:0"):
-        assert pipe.to(device) is pipe
 
 
 # -- what it is ------------------------------------------------------------------------------------

@@ -161,44 +161,6 @@ def test_close_while_workers_start(gate: Gate) -> None:
         gate.await_arrivals(4)
 
 
-def test_close_from_a_worker() -> None:
-    def close_at_5(item: int) -> int:
-        if item == 5:
-            there.wait()
-            run.close()
-        return item
-
-    for relayed in (False, True):
-        there = threading.Event()
-        pipe = Pipeline.from_dataset(range(1000)).map(close_at_5, backend="threads", num_workers=2)
-        if relayed:
-            pipe = pipe.batch(1, collate_fn=list).map(tuple, backend="threads", num_workers=1)
-        run = iter(pipe)
-        there.set()
-        with pytest.raises(IteratorClosed):
-            list(run)
-        assert run.closed
-
-
-def test_an_interrupt_in_a_function_that_the_loop_runs_loses_no_item_silently() -> None:
-    interrupts = [2]
-
-    def interrupted_at_2(item: int) -> int:
-        if item in interrupts:
-            raise KeyboardInterrupt
-        return item
-
-    run = Pipeline.from_iterable(range(5)).map(interrupted_at_2).run()
-    assert [next(run), next(run)] == [0, 1]
-    with pytest.raises(KeyboardInterrupt):
-        next(run)
-    with pytest.raises(IteratorClosed, match="the previous error ended"):
-        next(run)
-    interrupts.clear()
-    again = Pipeline.from_iterable(range(5)).map(interrupted_at_2).run(state=run.state_dict())
-    assert list(again) == [2, 3, 4]
-
-
 @pytest.mark.parametrize("backend", WORKERS)
 def test_close_twice_and_from_two_threads_at_once(backend: str, gate: Gate) -> None:
     run = iter(stick_in_the_middle(gate, backend))

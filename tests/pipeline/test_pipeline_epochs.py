@@ -8,7 +8,6 @@ from itertools import islice, zip_longest
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,23 +74,6 @@ def test_workers_live_and_are_set_up_once_for_all_epochs_and_repetitions(backend
     assert first[0] != other[0]
 
 
-def test_the_next_epoch_does_not_wait_for_what_the_one_before_waited_for() -> None:
-    gate, items = Gate(), iter(range(200))
-
-    def stick(item: int) -> int:
-        if next(items) == 5:
-            gate.arrive()
-        return item
-
-    pipe = Pipeline.from_dataset(range(50)).map(stick, backend="threads", num_workers=2)
-    with pipe.batch(1, collate_fn=list).epochs(2) as epochs:
-        next(epochs)
-        gate.await_arrivals()
-        second = next(epochs)
-        gate.open()
-        assert list(second) == [[k] for k in range(50)]
-
-
 def test_epochs_are_numbered_counted_and_end() -> None:
     pipe = Pipeline.from_dataset(range(3))
     epochs = pipe.epochs(2, first=5)
@@ -150,33 +132,6 @@ def test_iterations_of_one_pipeline_are_epochs_and_differ() -> None:
     for epoch in range(3):
         passes = [list(pipe.run(epoch=2 * epoch + k)) for k in range(2)]
         assert list(pipe.repeat(2).run(epoch=epoch)) == passes[0] + passes[1]
-
-
-def test_what_has_no_seed_follows_that_of_torch() -> None:
-    pipe = shuffled(Pipeline.from_dataset(range(100)))
-    found = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        found.append(list(pipe.run()))
-    assert found[0] == found[1] != found[2]
-
-
-def test_two_shuffles_of_one_run_differ() -> None:
-    one = Pipeline.from_dataset(range(100)).shuffle(100)
-    pairs = list(one.zip(one))
-    assert [a for a, _ in pairs] != [b for _, b in pairs]
-
-
-def random_numbers(item: int) -> float:
-    import random
-
-    return random.random()
-
-
-def test_workers_are_seeded_by_the_run() -> None:
-    pipe = Pipeline.from_dataset(range(8)).map(random_numbers, backend="fork", num_workers=1)
-    assert list(pipe.run(seed=1)) == list(pipe.run(seed=1))
-    assert list(pipe.run(seed=1)) != list(pipe.run(seed=2))
 
 
 def test_a_thread_that_was_stuck_in_an_epoch_before_does_not_end_the_next(

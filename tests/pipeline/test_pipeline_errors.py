@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,36 +51,6 @@ def test_an_exception_tells_stage_and_item(backend: str) -> None:
         assert "stage 'my stage'" in note
         assert "working on 7." in note
         assert next(items) == [6, 8]
-
-
-def leak(item: int) -> int:
-    if item == 1:
-        raise StopIteration
-    return item
-
-
-def leak_and_iterate(item: int) -> list[int]:
-    return [leak(item)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "backend"), [("map", "inline"), ("filter", "fork"), ("flat_map", "inline")]
-)
-def test_a_stop_iteration_of_a_function_does_not_end_the_loop(kind: str, backend: str) -> None:
-    pipe = Pipeline.from_iterable([3, 1, 2, 3])
-    run = getattr(pipe, kind)(leak if kind != "flat_map" else leak_and_iterate, backend=backend)
-    assert everything(run.run()) == [3, RuntimeError, 2, 3]
-
-
-def test_what_can_not_be_sent_is_lost_alone() -> None:
-    lock = threading.Lock()
-    for items, function in (
-        (range(100), lambda item: lock if item == 50 else item),
-        ([*range(50), lock, *range(51, 100)], lambda item: item),
-    ):
-        pipe = Pipeline.from_dataset(items).map(function, backend="shared-memory", num_workers=1)
-        found = everything(pipe.run())
-        assert [item for item in found if type(item) is int] == [*range(50), *range(51, 100)]
 
 
 class Leaves(BaseException):
@@ -135,8 +104,6 @@ WAYS: dict[str, Way] = {
     "inline": lambda pipe, f: pipe.map(f),
     "threads": lambda pipe, f: pipe.map(f, backend="threads", num_workers=2),
     "fork": lambda pipe, f: pipe.map(f, backend="fork", num_workers=1),
-    "a filter": lambda pipe, f: pipe.filter(lambda item: f(item) >= 0),
-    "before a thread": lambda pipe, f: pipe.map(f).prefetch(2),
     "before a stage": lambda pipe, f: pipe.map(f).map(abs, backend="threads", num_workers=1),
     "two stages": lambda pipe, f: pipe.map(f, backend="fork", num_workers=1).map(
         abs, backend="threads", num_workers=1
@@ -144,11 +111,9 @@ WAYS: dict[str, Way] = {
     "counted": lambda pipe, f: pipe.map(f).take(7).skip(0).enumerate().map(lambda pair: pair[1]),
     "rows": lambda pipe, f: pairs(pipe.map(f).zip(pipe.map(abs))),
     "collation": lambda pipe, f: pipe.batch(1, collate_fn=f).map(lambda batch: batch[0]),
-    "a bucket": lambda pipe, f: pipe.bucket_by(f, 1, collate_fn=list).map(lambda batch: batch[0]),
     "a cost": lambda pipe, f: pipe.batch_by(f, 1, oversize="alone", collate_fn=list).map(
         lambda batch: batch[0]
     ),
-    "a source": lambda pipe, f: Pipeline.from_iterable(lambda: map(f, range(2, 9))),
     "a source before a stage": lambda pipe, f: Pipeline.from_iterable(
         lambda: map(f, range(2, 9))
     ).map(abs, backend="threads", num_workers=1),

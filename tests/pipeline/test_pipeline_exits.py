@@ -59,24 +59,6 @@ def test_a_worker_that_is_killed_is_told_with_its_stage(backend: str, victim: in
     assert isinstance(caught.value.__cause__, WorkerDied)
 
 
-def test_a_thread_that_exits_is_told_with_its_stage() -> None:
-    def leave_at_5(item: int) -> int:
-        if item == 5:
-            sys.exit("enough")
-        return item
-
-    pipe = Pipeline.from_iterable(count).map(abs, backend="threads", num_workers=1)
-    pipe = pipe.map(leave_at_5, backend="threads", num_workers=1, fuse=False).batch(
-        1, collate_fn=list
-    )
-    run = iter(pipe)
-    with pytest.raises(WorkerDied, match=r"stage 'map\(leave_at_5\)'.*SystemExit: enough"):
-        for _ in run:
-            pass
-    with pytest.raises(IteratorClosed, match="ended"):
-        next(run)
-
-
 @needs_fork
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["threads", "fork", "asked by another thread"])

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader import Fork, Pipeline, Threads, get_worker_info
+from hybridloader import Pipeline, Threads, get_worker_info
 from hybridloader.engine import Crew, Task
 from hybridloader.errors import NotReady
 from hybridloader.testing import Gate
@@ -103,18 +103,6 @@ def test_prefetch_keeps_as_many_items_at_hand_as_it_says_and_no_more() -> None:
         until(lambda: source.read == 8)
         assert source.take_all(run) == list(range(100))
     assert source.furthest <= 9  # one that was taken may be counted late
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("reader", [False, True])
-def test_prefetch_bounds_what_is_read_of_quick_work_too(reader: bool) -> None:
-    source, where = Reading(2000), {"backend": "threads", "num_workers": 1, "prefetch": 2}
-    pipe: Any = Pipeline.from_iterable(lambda: source, **(where if reader else {}))  # type: ignore[arg-type]
-    pipe = pipe if reader else pipe.map(abs, **where)
-    with pipe.run() as run:
-        assert source.take_all(run) == list(range(2000))
-    # In the stage, handed out, and twice a task and one more in each of two relays.
-    assert source.furthest <= 2 + 2 + 5 + 5 + 1
 
 
 class Sized:
@@ -242,19 +230,6 @@ def test_an_item_that_can_not_be_weighed_holds_nothing_up() -> None:
 # -- task sizes --------------------------------------------------------------------------------------
 
 
-def weighed(crew: Any, sizes: list[int]) -> Crew:
-    """Return the crew, which notes from now on how many items a task has."""
-    send = crew.send
-
-    def note(worker: int, message: Any) -> None:
-        if isinstance(message, Task):
-            sizes.append(len(message.index))
-        send(worker, message)
-
-    crew.send = note
-    return crew  # type: ignore[no-any-return]
-
-
 @dataclass(frozen=True)
 class Weighing(Threads):
     """Threads that remember how many items a task had."""
@@ -263,18 +238,16 @@ class Weighing(Threads):
     name: ClassVar[str] = "weighing"
 
     def open(self) -> Crew:
-        return weighed(super().open(), self.sizes)
+        crew: Any = super().open()
+        send = crew.send
 
+        def note(worker: int, message: Any) -> None:
+            if isinstance(message, Task):
+                self.sizes.append(len(message.index))
+            send(worker, message)
 
-@dataclass(frozen=True)
-class WeighingFork(Fork):
-    """Forked workers of which it is remembered how many items a task had."""
-
-    sizes: list[int] = field(default_factory=list)
-    name: ClassVar[str] = "weighing-fork"
-
-    def open(self) -> Crew:
-        return weighed(super().open(), self.sizes)
+        crew.send = note
+        return crew  # type: ignore[no-any-return]
 
 
 def sizes_of(count: int, **where: Any) -> list[int]:
@@ -303,16 +276,8 @@ def test_task_sizes_of_quick_work_grow_by_two_at_most_to_a_limit() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    ("kind", "item", "made"),
-    [
-        (Weighing, 1 << 20, 1),
-        (Weighing, 1, 1 << 22),
-        (WeighingFork, 1 << 22, 1),
-        (WeighingFork, 1, 1 << 20),
-    ],
-)
-def test_tasks_of_large_items_or_results_are_small(kind: Any, item: int, made: int) -> None:
+@pytest.mark.parametrize(("item", "made"), [(1 << 20, 1), (1, 1 << 22)])
+def test_tasks_of_large_items_or_results_are_small(item: int, made: int) -> None:
     """In bytes: no task has more than 4 MiB, or it has a single item."""
 
     class Blobs:
@@ -322,7 +287,7 @@ def test_tasks_of_large_items_or_results_are_small(kind: Any, item: int, made: i
         def __getitem__(self, index: int) -> bytes:
             return bytes(item)
 
-    backend = kind()
+    backend = Weighing()
     pipe = Pipeline.from_dataset(Blobs()).map(lambda _: bytes(made), backend=backend, num_workers=1)
     assert len(list(pipe)) == sum(backend.sizes) == 40
     fitting = max(1, MOST_BYTES // (max(item, made) + 33))  # an object of bytes has 33 more
@@ -333,11 +298,8 @@ def test_tasks_of_large_items_or_results_are_small(kind: Any, item: int, made: i
 # -- not waiting -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("backend", "behind"),
-    [("threads", "nothing"), ("threads", "batches"), ("threads", "stages"), ("fork", "nothing")],
-)
-def test_next_nowait_says_not_ready_and_loses_nothing(backend: str, behind: str) -> None:
+@pytest.mark.parametrize(("backend", "stages"), [("threads", 2), ("fork", 1)])
+def test_next_nowait_says_not_ready_and_loses_nothing(backend: str, stages: int) -> None:
     gate = Gate()
 
     def work(item: int) -> int:
@@ -347,9 +309,7 @@ def test_next_nowait_says_not_ready_and_loses_nothing(backend: str, behind: str)
 
     pipe = Pipeline.from_dataset(range(30)).map(work, backend=backend, num_workers=2)
     expected: list[Any] = list(range(30))
-    if behind == "batches":
-        pipe, expected = pipe.batch(1, collate_fn=list), [[k] for k in expected]
-    elif behind == "stages":
+    if stages == 2:
         pipe = pipe.flat_map(lambda k: [k, -k], backend=backend, num_workers=2, fuse=False)
         expected = [sign * k for k in expected for sign in (1, -1)]
     with pipe.run() as run:

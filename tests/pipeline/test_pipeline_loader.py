@@ -191,17 +191,6 @@ def test_states_of_runs_epochs_and_loaders_are_one() -> None:
         assert next(epochs, None) is None
 
 
-def test_epochs_load_a_state_between_two_and_count_those_before_it() -> None:
-    whole = epochs_of(shuffled, 3)
-    with shuffled(**THREADS).epochs(3, seed=1) as epochs:
-        epoch = next(epochs)
-        next(epoch)
-        state = saved(epochs)
-        next(epochs)
-        epochs.load_state_dict(state)
-        assert [list(epoch) for epoch in epochs] == [whole[0][1:], *whole[1:]]
-
-
 def test_what_can_not_be_resumed_is_refused_and_nothing_has_changed() -> None:
     state = saved(PipelineLoader(shuffled(), seed=1))
     loader = PipelineLoader(uneven(), seed=1)

@@ -38,7 +38,7 @@ seeds = st.lists(st.integers(0, 99), min_size=3, max_size=3)
 
 
 @CACHE
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(recipes, stops, seeds, st.sampled_from([0, 0, 3]))
 def test_any_pipeline_gives_what_lists_give_and_goes_on_where_it_stopped(
     recipe: Recipe, stops: list[int], seeds: list[int], epoch: int
@@ -47,7 +47,7 @@ def test_any_pipeline_gives_what_lists_give_and_goes_on_where_it_stopped(
 
 
 @CACHE
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(recipes, stops, seeds)
 def test_so_does_one_whose_steps_run_in_processes(
     recipe: Recipe, stops: list[int], seeds: list[int]
@@ -83,7 +83,7 @@ def test_each_step_goes_on_at_every_place(step: str) -> None:
 
 
 @CACHE
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(recipes, seeds, st.integers(0, 3))
 def test_epochs_are_runs_with_the_number_of_the_epoch(
     recipe: Recipe, seeds: list[int], first: int

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -240,40 +239,6 @@ def test_after_other_steps_than_one_to_one_other_readers_take_a_merged_state() -
     assert sorted(had) == wanted
 
 
-class Epochs(NamedShards):
-    """Shards whose order, and numbers, depend on the epoch."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.shard_names = self.shard_names[1:] + self.shard_names[:1]
-
-    def read_shard(self, name: str, start: int) -> Iterator[Any]:
-        return (10_000 * self.epoch + number for number in super().read_shard(name, start))
-
-
-@pytest.mark.parametrize("backend", ["threads", "fork"])
-def test_readers_get_the_epoch(backend: str) -> None:
-    source = Epochs([3, 4, 5])
-    pipe = Pipeline.from_iterable(source, num_workers=2, backend=backend)
-    for number, run in enumerate(pipe.epochs(3, first=2), 2):
-        found = list(run)
-        assert {item // 10_000 for item in found} == {number}
-        assert len(found) == 36
-        # The first reader has every second shard in the order of this epoch.
-        own = [int(name[:-4]) for name in source.shard_names[::2]]
-        assert found[0] % 10_000 // 1000 == next(shard for shard in own if source.sizes[shard])
-
-
-def test_several_readers_of_one_container_are_refused() -> None:
-    for source in ([1, 2], {1}, np.arange(3)):
-        with pytest.raises(ValueError, match="each of the 2 readers would give all items"):
-            Pipeline.from_iterable(source, backend="threads", num_workers=2)
-        one = Pipeline.from_iterable(source, backend="threads", num_workers=1)
-        assert len(list(one)) == len(source)
-
-
 class Undivided:
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
@@ -288,19 +253,6 @@ def test_readers_that_all_read_everything_are_warned_of_once(backend: str, sourc
     with pytest.warns(UserWarning, match="its readers begin with the same item") as caught:
         assert len(list(pipe)) == len(list(pipe)) == 9
     assert len(caught) == 1
-
-
-def test_readers_that_ask_for_their_part_may_begin_with_the_same_item() -> None:
-    def same_in_each_part() -> Iterator[Any]:
-        assert get_worker_info() is not None
-        return iter("aa")
-
-    def open_file() -> Iterator[Any]:
-        yield threading.Lock()  # can't be pickled, so not compared
-
-    for source, count in ((same_in_each_part, 4), (open_file, 2)):
-        pipe = Pipeline.from_iterable(source, backend="threads", num_workers=2)
-        assert len(list(pipe)) == count
 
 
 class Drawn:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.pipeline_model import events, saved
 from support.sampler_loaders import pace
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
 
 from hybridloader import Pipeline
 from hybridloader.errors import StateError
@@ -51,13 +51,11 @@ def iterated(source: Any) -> Pipeline:
 
 SOURCES: dict[str, Callable[[], Pipeline]] = {
     "shuffle": lambda: sampled(ShuffleSampler(1500, seed=1)).batch(16, collate_fn=list),
-    "a full mark": lambda: sampled(ShuffleSampler(2048, seed=1)).batch(16, collate_fn=list),
     "its own place behind a shuffle": lambda: sampled(ShuffleSampler(1500, seed=1)).shuffle(9),
     "distributed": lambda: sampled(
         DistributedShuffleSampler(4000, seed=2, num_replicas=3, rank=1)
     ).batch(16, collate_fn=list),
     "weighted": lambda: sampled(WeightedSampler(LENGTHS, 1500, seed=3)),
-    "random": lambda: sampled(RandomSampler(range(1500))).batch(16, collate_fn=list),
     "random, behind a filter": lambda: sampled(RandomSampler(range(1500))).filter(
         lambda item: item % 9, **THREADS
     ),
@@ -68,15 +66,10 @@ SOURCES: dict[str, Callable[[], Pipeline]] = {
     "a list of indices": lambda: sampled(list(range(0, 3000, 2))),
     "buckets": lambda: batched(BucketBatchSampler(LENGTHS, 4, buckets=9, seed=1)),
     "budgets": lambda: batched(TokenBudgetBatchSampler(LENGTHS, max_cost=40, seed=1)),
-    "batches in order": lambda: batched(BatchSampler(SequentialSampler(range(2000)), 3, False)),
     "batches at random": lambda: batched(BatchSampler(RandomSampler(range(2000)), 3, True)),
-    "batches, their generator": lambda: batched(
-        BatchSampler(RandomSampler(range(2000), generator=generator(4)), 3, True)
-    ),
     "batches of ours": lambda: batched(BatchSampler(ShuffleSampler(2000, seed=9), 3, False)),
     "state on the object": lambda: iterated(Walk(150)),
     "state on the iterator": lambda: iterated(Steps(150)),
-    "state on both": lambda: iterated(Both(150)),
     "state on both, behind a shuffle": lambda: iterated(Both(150)).shuffle(5),
     "of a function": lambda: iterated(lambda: Steps(150)),
     "a list": lambda: iterated(list(range(150))),
@@ -221,6 +214,26 @@ class StepsIterator:
         self.number, self.sum = state["number"], state["sum"]
 
 
+class Drawn:
+    """Sampler with a generator, whose iterator has a state, as torchdata's `RandomSampler`."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = generator(seed)
+
+    def __iter__(self) -> Any:
+        found = StepsIterator(150)
+        found.sum = int(torch.randint(1, 7919, (), generator=self.generator))
+        return found
+
+
+def test_a_sampler_may_have_a_generator_and_a_state() -> None:
+    one, other = (Pipeline.from_dataset(range(8000), sampler=Drawn(seed)) for seed in (1, 2))
+    with one.run() as run:
+        events(run, 7)
+        state, rest = saved(run), events(run)
+    assert events(other.run(state=state)) == rest
+
+
 def test_what_tells_its_state_is_not_read_again_from_its_beginning() -> None:
     pipe = Pipeline.from_iterable(Steps(100_000))
     with pipe.run() as run:
@@ -272,17 +285,6 @@ def test_a_cache_in_memory_is_filled_again_with_what_it_held(epoch: int, same: b
         again = pipe if same else cached()
         with again.epochs(3, state=state) as epochs:
             assert [list(run) for run in epochs] == rest
-
-
-def test_a_cache_behind_which_nothing_is_random_is_read_from_the_place() -> None:
-    pipe = Pipeline.from_dataset(range(12)).map(str).cache()
-    whole = list(pipe)
-    with pipe.run(seed=1) as run:
-        events(run, 5)
-        state = saved(run)
-    with pipe.run(state=state) as run:
-        assert run.resuming is None
-        assert list(run) == whole[5:]
 
 
 def test_a_cache_that_another_run_had_filled_can_not_be_filled_again() -> None:

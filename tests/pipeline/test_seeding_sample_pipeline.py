@@ -6,7 +6,6 @@ import gc
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from itertools import cycle, islice
 from pathlib import Path
@@ -25,12 +24,11 @@ from support.random_datasets import (
     drawn,
     fails_at_times,
     often,
-    replacement,
     several,
     states,
 )
 
-from hybridloader import Pipeline, Replace, SampleSeeding, Skip, get_worker_info
+from hybridloader import Pipeline, SampleSeeding, Skip, get_worker_info
 
 Step = tuple[str, Any]
 FIVE: list[Step] = [
@@ -104,14 +102,12 @@ def failing(where: Any, policy: Any) -> Pipeline:
 SHAPES: dict[str, Callable[[Any], Pipeline]] = {
     "five steps": lambda where: pipeline(FIVE, where),
     "under a policy": lambda where: pipeline(FIVE, {**where, "on_error": "skip"}),
-    "repeated": lambda where: pipeline(AGAIN, where, count=9).repeat(2),
     "branches": lambda where: pipeline(AGAIN, where, count=9).zip(pipeline(AGAIN, where, count=9)),
     "dataset": lambda where: dataset(where, sampler=ORDER),
     "batches": lambda where: dataset(where, batch_sampler=BATCHES, collate_fn=collate),
     "readers": lambda where: readers(where, "raise"),
     "readers under a policy": lambda where: readers(where, "skip"),
     "items skipped": lambda where: failing(where, Skip(max_failures=None)),
-    "items replaced": lambda where: failing(where, Replace(replacement, max_failures=None)),
 }
 
 PLACES = {
@@ -120,8 +116,6 @@ PLACES = {
     "not fused": threads(fuse=False),
     "not fused, in processes": fork(1, fuse=False),  # results pass unopened
     "threads in processes": fork(threads_per_worker=3),
-    "threads in threads": threads(threads_per_worker=3),
-    "one at a time": fork(buffer_bytes=1),
 }
 CASES = [("five steps", place) for place in PLACES] + [
     (shape, ("threads", "fork")[number % 2]) for number, shape in enumerate([*SHAPES][1:])
@@ -148,11 +142,6 @@ def test_the_items_are_the_same_wherever_they_are_made(
     assert digest(begun) == digest(expected[-len(begun) :])
 
 
-def test_steps_on_several_backends_draw_the_same() -> None:
-    places = [fork(), threads(3), INLINE, fork(1), threads(1)]
-    assert digest(run(pipeline(FIVE, *places))) == digest(run(pipeline(FIVE, INLINE)))
-
-
 @pytest.mark.full
 def test_and_on_fresh_processes() -> None:
     """Two steps of five, which are fused: a fresh process takes 2 s to import this module."""
@@ -170,29 +159,6 @@ def test_epochs_seeds_steps_branches_and_items_differ() -> None:
     assert len({item[1] for pair in pairs for item in pair}) == 18
     assert len({repr(item[0][2]) for item in run(SHAPES["readers"](INLINE))}) == 80
     assert 40 < len(run(SHAPES["items skipped"](INLINE))) < 72
-
-
-def test_batches_that_threads_make_at_once_are_collated_with_their_own_seeds() -> None:
-    second_began = threading.Event()
-
-    class Waiting:
-        def __getitem__(self, index: int) -> int:
-            if index == 2:
-                second_began.set()
-            return index if second_began.wait(30) else -1
-
-    def collated(where: Any, dataset: Any) -> list[Any]:
-        pipe = Pipeline.from_dataset(
-            dataset,
-            batch_sampler=[[0, 1], [2, 3]],
-            collate_fn=lambda samples: (samples, random.random()),
-            seeding="sample",
-            **where,
-        )
-        return list(pipe.run(seed=9))
-
-    found = collated(threads(1, threads_per_worker=2), Waiting())
-    assert found == collated(INLINE, range(4))
 
 
 @pytest.mark.parametrize("data", [[3, 4], np.arange(2)], ids=repr)
@@ -217,13 +183,6 @@ def test_readers_that_start_in_a_later_epoch_draw_its_numbers(backend: str) -> N
             begun = [next(run) for _ in range(taken)]
             state = run.state_dict()
         assert digest(begun + list(pipe.run(state=state))) == epochs[2]
-
-
-@pytest.mark.parametrize("backend", ["inline", "threads"])
-def test_readers_with_a_fixed_seed_draw_other_numbers_in_each_plain_epoch(backend: str) -> None:
-    seeding = SampleSeeding(1)
-    pipe = Pipeline.from_iterable(lines, backend=backend, num_workers=2, seeding=seeding)
-    assert digest(list(pipe)) != digest(list(pipe))
 
 
 def test_readers_on_threads_draw_other_numbers_in_each_epoch_by_default() -> None:
@@ -252,18 +211,6 @@ def test_nor_do_errors_before_the_place_change_that(where: Any, stop: int) -> No
         state, rest = saved(first), events(first)
     with pipe.run(state=state) as second:
         assert digest(events(second)) == digest(rest)
-
-
-def test_nor_does_what_stands_between_a_step_and_a_shard_behind_it() -> None:
-    """The shard is taken before the step, and its numbers are those of the shard."""
-    pipe = Pipeline.from_dataset(range(12)).map(add, seeding="sample")
-    found = list(pipe.shard(3, 1).run(seed=9))
-    assert digest(list(pipe.prefetch(2).shard(3, 1).run(seed=9))) == digest(found)
-    with pipe.shard(3, 1).run(seed=9) as first:
-        begun = [next(first)]
-        state = first.state_dict()
-    rest = list(pipe.prefetch(2).shard(3, 1).run(state=state))
-    assert digest(begun + rest) == digest(found)
 
 
 class Deadly:
@@ -325,15 +272,6 @@ def test_items_of_a_task_that_could_not_be_sent_keep_their_numbers() -> None:
 
 def number_of(item: Any) -> Any:
     return item.number, random.random()
-
-
-def test_steps_without_it_are_seeded_as_ever() -> None:
-    def made(**first: Any) -> list[Any]:
-        pipe = Pipeline.from_dataset(range(20)).map(add_again, **fork(1), **first)
-        return list(pipe.run(seed=3))
-
-    assert digest(made()) == digest(made(seeding="worker"))
-    assert digest(made()) != digest(made(seeding="sample"))
 
 
 def test_a_seed_of_its_own_makes_a_step_apart_from_the_run() -> None:
