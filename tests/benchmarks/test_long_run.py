@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,18 +26,6 @@ def test_every_kind_of_work_delivers_every_sample(
     kind(work.Job(backend, random.Random(3)))
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [pytest.param(name, marks=pytest.mark.full) for name in ("fork", "shared-memory", "spawn")],
-)
-def test_a_cycle_does_all_of_them(backend: str) -> None:
-    tally: Counter[str] = Counter()
-    work.cycle(backend, 0, 0, tally)
-    assert tally["cycles"] == 1
-    for name in ("batches", "samples", "skipped", "retried", "resumed", "broken off"):
-        assert tally[name], name
-
-
 def test_wrong_samples_are_reported_with_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     def lossy(job: work.Job) -> None:
         job.expect([1, 1], [0, 1])
@@ -56,12 +43,6 @@ def test_a_part_looks_after_each_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*found["looks"]] == [*part.COLUMNS]
     assert found["looks"]["memory_mb"][0] > 10
     assert found["looks"]["threads"][0] >= found["looks"]["processes"][0] >= 1
-
-
-def test_segments_are_those_of_one_process(tmp_path: Path) -> None:
-    for name in ("hl-12-a-0", "hl-12-b-1", "hl-123-a-0", "torch_12_1"):
-        (tmp_path / name).touch()
-    assert part.segments(tmp_path, 12) == 2
 
 
 @pytest.mark.parametrize(("values", "which", "expected"), [

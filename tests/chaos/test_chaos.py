@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -63,11 +62,3 @@ def test_the_same_seed_plans_the_same_faults(tmp_path: Path) -> None:
         weather = Weather(7, backend, "loader", share=0.5)
         assert Plan(weather, tmp_path).faults == Plan(weather, tmp_path).faults
         assert set(Plan(weather, tmp_path).faults.values()) == set(FAULTS[backend])
-
-
-def test_what_has_happened_is_counted_once(tmp_path: Path) -> None:
-    weather = Weather(7, "threads", "loader", length=20, share=1.0, kinds=("huge",))
-    plan = Plan(weather, tmp_path)
-    for index in (3, 3, 4):
-        plan.strike(index)
-    assert plan.happened() == Counter(huge=2)

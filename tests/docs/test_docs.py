@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +19,7 @@ from support.excerpts import is_part
 
 import hybridloader
 from hybridloader import engine
-from hybridloader.testing import BackendContract, Gate
+from hybridloader.testing import BackendContract
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -82,19 +81,6 @@ def test_a_worker_of_the_worked_example_that_dies_is_reported_and_replaced(tmp_p
     (tmp_path / "died").unlink()
     loader = hybridloader.DataLoader(Items(), **given, on_worker_death="restart")
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-def test_the_worked_example_kills_a_worker_that_does_not_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(tmp_path)
-    monkeypatch.setattr("hybridloader.engine.contract.GRACE", 0.0)
-    crew = pool_backend.Pool().open()
-    crew.start(0, BackendContract.spec(lambda index: gate.arrive()))
-    crew.send(0, engine.Task(0, None))
-    gate.await_arrivals()
-    crew.close()
-    assert [handle.exitcode for handle in crew.handles()] == [-signal.SIGKILL]
 
 
 def test_the_worked_example_is_short_and_imports_one_module_of_ours() -> None:

@@ -19,7 +19,6 @@ from support.platforms import PACKAGE
 
 import hybridloader
 from hybridloader import Pipeline
-from hybridloader.pipeline import Operator
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "pipelines.md"
@@ -41,7 +40,6 @@ def test_every_block_of_the_page_runs(taken_for_granted: dict[str, Any]) -> None
     names = taken_for_granted
     try:
         assert run_blocks(PAGE.read_text(), names) > 10
-        assert [run.epoch for run in names["pipe"].epochs(2)] == [0, 1]
         assert sum(len(labels) for _, labels in names["pipe"]) == 10
         assert list(names["words"]) == [["one", "two"]] * 2 + [["three"]] * 2
         assert list(names["rows"]) == ["a", "b"]
@@ -146,24 +144,6 @@ def test_the_example_operator_gives_windows_and_knows_how_many(windows: Any, ste
         assert pipe.repeat().length == (math.inf if wanted else 0)
     with pytest.raises(ValueError, match="windows: size must be at least 1, not 0"):
         windows(0)
-
-
-def test_the_example_operator_goes_on_behind_an_error(windows: Any) -> None:
-    def trip(item: int) -> int:
-        if item == 2:
-            raise KeyError(item)
-        return item
-
-    run = iter(Pipeline.from_dataset(range(5)).map(trip, backend="threads").apply(windows(2)))
-    assert isinstance(windows(2), Operator)
-    found: list[Any] = []
-    for _ in range(4):
-        try:
-            found.append(next(run))
-        except KeyError as error:
-            found.append(error.args)
-    assert found == [(0, 1), (2,), (1, 3), (3, 4)]
-    assert list(run) == []
 
 
 def run_example(name: str, *arguments: str) -> str:

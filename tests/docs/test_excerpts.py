@@ -24,19 +24,14 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("block", "part"),
     [
-        (SOURCE, True),
         ("def main():\n    first = 1\n", True),
         ("import os\n...\ndef main():\n    ...\n    if first:\n        third = 3\n", True),
         ("first = 1\nsecond = 2\n", True),
-        ("first = 1\n...\nif first:\n    third = 3\n", True),
         ("first = 1\nsecond = 3\n", False),
         ("second = 2\n...\nfirst = 1\n", False),
-        ("first = 1\nif first:\n", False),
         ("first = 1\n...\nthird = 3\n", False),
         ("first =\n", False),
-        ("irst = 1\n", False),
         ("first = 1\n...\n", False),
-        ("...\n", False),
         ("", False),
     ],
 )

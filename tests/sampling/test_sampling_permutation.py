@@ -121,12 +121,6 @@ def test_every_round_and_every_part_of_the_key_matters() -> None:
     assert len(orders) == 18
 
 
-@pytest.mark.parametrize("position", [5, -6, 2**70])
-def test_there_is_nothing_beyond_the_end(position: int) -> None:
-    with pytest.raises((IndexError, ValueError), match=f"{position}|at most"):
-        Permutation(5, 0)[position]
-
-
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 6)])
 def test_a_part_beyond_the_end_is_refused(start: int, stop: int) -> None:
     with pytest.raises(IndexError, match=f"from {start} to {stop} in an order of 5"):

@@ -41,10 +41,6 @@ def _budget(**options: Any) -> TokenBudgetBatchSampler:
 MADE: dict[str, Callable[[], ResumableSampler[Any]]] = {
     "shuffle": lambda: ShuffleSampler(23, 3),
     "rank": lambda: DistributedShuffleSampler(60, 3, num_replicas=2, rank=1),
-    "rank, no shuffle": lambda: DistributedShuffleSampler(
-        60, 3, num_replicas=2, rank=1, shuffle=False
-    ),
-    "rank, uneven": lambda: DistributedShuffleSampler(61, 3, num_replicas=3, rank=2),
     "rank, drop": lambda: DistributedShuffleSampler(62, 3, num_replicas=3, rank=2, uneven="drop"),
     "rank, exact": lambda: DistributedShuffleSampler(61, 3, num_replicas=3, rank=0, uneven="exact"),
     "blocks": lambda: BlockShuffleSampler([9, 0, 7, 20, 13], 3, block_size=5, window_blocks=2),
@@ -57,7 +53,6 @@ MADE: dict[str, Callable[[], ResumableSampler[Any]]] = {
     "weighted": lambda: WeightedSampler(WEIGHTS, 40, seed=3),
     "weighted, once": lambda: WeightedSampler(WEIGHTS, 40, replacement=False, seed=3),
     "buckets": lambda: BucketBatchSampler(LENGTHS, 4, buckets=3, seed=3),
-    "buckets, no shuffle": lambda: BucketBatchSampler(LENGTHS, 4, width=9, seed=3, shuffle=False),
     "budget": _budget,
     "budget, packed": lambda: _budget(padded=False),
     "budget, no shuffle": lambda: _budget(shuffle=False),
@@ -168,7 +163,7 @@ STEPS = st.lists(
 
 
 @made
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(STEPS)
 def test_iterations_epochs_loads_and_copies_in_any_order_are_those_of_a_model(
     make: Callable[[], Any], steps: list[tuple[str, int]]
@@ -232,16 +227,6 @@ def test_batches_of_numbers_may_be_arrays(make: Callable[[], Any], drop_last: bo
 
 
 # States
-
-
-def test_a_pickle_of_a_planned_sampler_is_without_its_plan() -> None:
-    for sampler in (
-        BucketBatchSampler([1] * 100_000, 4, buckets=1, seed=0),
-        WeightedSampler(np.ones(100_000), 10_000, replacement=False, seed=0),
-    ):
-        before = len(pickle.dumps(sampler))
-        next(iter(sampler))
-        assert len(pickle.dumps(sampler)) < before + 1000
 
 
 @made
@@ -354,10 +339,11 @@ def _delivered(loader: Any) -> list[Any]:
     return [batch.tolist() for (batch,) in loader]
 
 
-@pytest.mark.parametrize("load", LOADERS.values(), ids=list(LOADERS))
-@pytest.mark.parametrize("name", ["rank, exact", "weighted", "budget, packed"])
-def test_loaders_deliver_what_the_sampler_says(load: Callable[..., Any], name: str) -> None:
-    make = MADE[name]
+@pytest.mark.parametrize(
+    ("kind", "name"), [("torch", "weighted"), ("ours", "rank, exact"), ("ours", "budget, packed")]
+)
+def test_loaders_deliver_what_the_sampler_says(kind: str, name: str) -> None:
+    make, load = MADE[name], LOADERS[kind]
     data = torch.utils.data.TensorDataset(torch.arange(64))
     sampler, plain = make(), epochs(make)
     if isinstance(plain[0][0], list):
@@ -376,9 +362,7 @@ def test_loaders_deliver_what_the_sampler_says(load: Callable[..., Any], name: s
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize(
-    ("name", "workers"), [("rank, exact", 0), ("buckets", 0), ("blocks", 0), ("weighted", 2)]
-)
+@pytest.mark.parametrize(("name", "workers"), [("rank, exact", 0), ("buckets", 0), ("weighted", 2)])
 def test_torchdatas_loader_saves_and_resumes(name: str, workers: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     data = torch.utils.data.TensorDataset(torch.arange(64))

@@ -87,13 +87,6 @@ def test_frequencies_are_the_weights(n: int) -> None:
     assert observed.sum() == 1_000_000
 
 
-def test_frequencies_that_are_not_the_weights_are_found_out() -> None:
-    weights = np.ones(100)
-    observed = np.bincount(drawn(WeightedSampler(weights, 1_000_000, seed=1)), minlength=100)
-    weights[7] = 1.1
-    assert p_of(observed, weights) < BELOW
-
-
 def _two_halves(n: int, dtype: torch.dtype) -> torch.Tensor:
     """The upper half is a third of the sum: the example of pytorch issue 43115."""
     weights = torch.ones(n, dtype=dtype)
@@ -108,21 +101,6 @@ def test_beyond_what_torch_draws_from() -> None:
         list(torch.utils.data.WeightedRandomSampler(weights, 10))  # type: ignore[arg-type]
     upper = int((drawn(WeightedSampler(weights, 200_000, seed=1)) >= n // 2).sum())
     assert stats.binomtest(upper, 200_000, 1 / 3).pvalue > BELOW
-
-
-@pytest.mark.full
-def test_fifty_million_weights() -> None:
-    n, draws = 50_000_000, 5_000_000
-    weights = np.random.default_rng(0).random(n)
-    weights[::1000] *= 1000
-    observed = drawn(WeightedSampler(weights, draws, seed=1))
-    by_part = np.bincount(observed // (n // 5000), minlength=5000)
-    assert p_of(by_part, weights.reshape(5000, -1).sum(1)) > BELOW
-    by_last = np.bincount(observed % 1000, minlength=1000)
-    assert p_of(by_last, weights.reshape(-1, 1000).sum(0)) > BELOW
-    heavy = observed[observed % 1000 == 0] // 1000
-    parts = np.bincount(heavy // 50, minlength=1000)
-    assert p_of(parts, weights[::1000].reshape(1000, -1).sum(1)) > BELOW
 
 
 def test_epochs_and_neighboring_draws_are_unrelated() -> None:

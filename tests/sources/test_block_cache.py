@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import random
 import subprocess
@@ -245,58 +244,6 @@ def test_processes_fetch_each_block_once_between_them(
     tar.close()
 
 
-RANK = """
-import json, os, sys
-from hybridloader import DataLoader
-from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Tar
-
-url, index, cache = sys.argv[1:]
-tar = Tar(url, fields=("txt",), index=index, cache_dir=cache)
-sampler = BlockShuffleSampler(
-    tar, 0, block_size=3, window_blocks=2, num_replicas=2, rank=1, uneven="exact", num_canonical_ranks=2
-)
-loader = DataLoader(tar, 2, sampler=sampler, collate_fn=list, num_workers=2, backend="threads")
-batches = iter(loader)
-found = [text.decode() for _ in range(4) for (text,) in next(batches)]
-print(json.dumps([found, loader.state_dict()]), flush=True)
-os.kill(os.getpid(), 9)
-"""
-
-
-@pytest.mark.full
-def test_a_rank_that_is_killed_costs_the_others_nothing_and_resumes(
-    store: HttpStore, tmp_path: Path
-) -> None:
-    """Two ranks share a cache; one is killed while its threads fetch and write blocks."""
-    tar = tar_of(store, index=str(tmp_path / "index"), cache_dir=str(tmp_path / "cache"))
-    url = f"{store.url}/{{0..{SHARDS - 1}}}.tar"
-    folders = [str(tmp_path / "index"), str(tmp_path / "cache")]
-    with subprocess.Popen(
-        [sys.executable, "-c", RANK, url, *folders], stdout=subprocess.PIPE, text=True
-    ) as killed:
-        loaders: list[Any] = []
-        for rank in range(2):
-            sampler = BlockShuffleSampler(
-                *(tar, 0),
-                block_size=3,
-                window_blocks=2,
-                num_replicas=2,
-                rank=rank,
-                uneven="exact",
-                num_canonical_ranks=2,
-            )
-            loaders.append(DataLoader(tar, 2, sampler=sampler, collate_fn=list))  # type: ignore[arg-type]
-        seen = [text.decode() for batch in loaders[0] for (text,) in batch]
-        assert killed.stdout is not None
-        found, state = json.loads(killed.stdout.read())
-    assert killed.returncode == -9
-    loaders[1].load_state_dict(state)
-    seen += found + [text.decode() for batch in loaders[1] for (text,) in batch]
-    assert sorted(seen) == sorted(text.decode() for (text,) in texts())
-    tar.close()
-
-
 def test_samples_do_not_wait_until_their_block_is_written(
     store: HttpStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,46 +308,3 @@ def test_two_jobs_on_one_small_cache_in_a_storm_lose_and_double_nothing(
             assert found[number, epoch] == [texts()[index] for index in order]
         source.close()
     assert sum(path.stat().st_size for path in tmp_path.glob("*.block")) <= 66_000
-
-
-@pytest.mark.full
-def test_runs_are_resumed_at_any_place_with_other_ranks_workers_and_caches(
-    store: HttpStore, tmp_path: Path
-) -> None:
-    chosen = random.Random(5)
-    tar = tar_of(store)
-    for trial in range(20):
-        ranks, step = chosen.choice([2, 3, 5]), chosen.randrange(1, 9)
-        options: dict[str, Any] = {
-            "seed": trial,
-            "block_size": 3,
-            "window_blocks": 2,
-            "uneven": "exact",
-            "num_canonical_ranks": 2,
-        }
-        before: list[Any] = []
-        for rank in range(2):
-            sampler = BlockShuffleSampler(tar, num_replicas=2, rank=rank, **options)
-            loader: Any = DataLoader(
-                tar, 2, sampler=sampler, collate_fn=list, num_workers=2, backend="threads"
-            )
-            iterator = iter(loader)
-            for _ in range(step):
-                before += next(iterator)
-            del iterator
-        other = tar_of(store, cache_dir=str(tmp_path / f"{trial}"))
-        counts = []
-        for rank in range(ranks):
-            sampler = BlockShuffleSampler(other, num_replicas=ranks, rank=rank, **options)
-            sampler.load_state_dict({**sampler.state_dict(), "epoch": 0, "position": step * 4})
-            rest = [
-                sample
-                for batch in DataLoader(other, 3, sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
-                for sample in batch
-            ]
-            before += rest
-            counts.append(len(rest))
-        assert sorted(before) == sorted(texts())
-        assert max(counts) - min(counts) <= 1
-        other.close()
-    tar.close()

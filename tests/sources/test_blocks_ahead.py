@@ -170,17 +170,6 @@ def test_a_window_without_room_is_told_and_read_sample_by_sample(gated: Any) -> 
     assert len(source.alone) == 12
 
 
-def test_an_iteration_that_is_left_makes_way_for_the_next(gated: Any) -> None:
-    source = gated(8, 4, limit=300)
-    source.gate.set()
-    sampler = BlockShuffleSampler(source, seed=0, window_blocks=2)
-    for epoch in range(4):
-        for index, _ in zip(sampler, range(5 + epoch), strict=False):
-            source[index]
-    assert sorted(map(source.__getitem__, sampler)) == [*range(32)]
-    assert not source.alone
-
-
 def test_a_block_that_failed_is_read_sample_by_sample(gated: Any) -> None:
     source = gated(4, 3)
     source.gate.set()
@@ -201,18 +190,6 @@ def test_samples_of_an_interrupted_block_are_read_one_by_one(gated: Any) -> None
         source[indices[2]]
     assert [source[index] for index in indices[1:]] == indices[1:]
     assert sorted(source.alone) == [2 * interrupted, 2 * interrupted + 1]
-
-
-def test_blocks_are_read_one_by_one_if_no_thread_can_start(
-    gated: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    source = gated(4, 2)
-    source.gate.set()
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert sorted(map(source.__getitem__, BlockShuffleSampler(source, seed=0))) == [*range(8)]
 
 
 def test_a_shard_that_is_not_there_is_asked_for_once(gated: Any) -> None:

@@ -70,14 +70,6 @@ def test_folders_that_are_links_are_followed_unless_they_lead_round(folder: Path
     assert "c/9.txt" in names(Files(f"{folder}/*/9.txt"), folder)
 
 
-def test_what_a_sample_is(folder: Path) -> None:
-    assert Files(folder)[0] == b"A/1.TXT"
-    assert Files(folder, decode="text")[0] == "A/1.TXT"
-    assert Files(folder, decode=len)[0] == 7
-    with pytest.raises(ValueError, match="decode must be 'bytes', 'text' or a function"):
-        Files(folder, decode="image")  # type: ignore[arg-type]
-
-
 def test_classes_are_the_folders_below_the_root(folder: Path) -> None:
     files = Files(f"{folder}/**/*.txt", decode="text", class_from_folder=True)
     assert files.classes == ["a", "b"]
@@ -153,14 +145,6 @@ def test_a_remote_store_is_read_by_fresh_workers(store: HttpStore) -> None:
         assert list(DataLoader(files, 1, num_workers=1)) == [["a"]]
     with pytest.raises(BackendUnavailable, match="fsspec is in use"):
         iter(DataLoader(files, 1, num_workers=1, backend="fork"))
-
-
-def test_names_that_need_no_listing_are_not_asked_for(store: HttpStore) -> None:
-    store.files["/a.txt"] = b"a"
-    files = Files([f"{store.url}/a.txt", f"{store.url}/b.txt?x=[1]"][:1] * 2)
-    assert not store.requests
-    assert list(files) == [b"a"]
-    assert store.requests == [("/a.txt", "")]
 
 
 # Bad input.

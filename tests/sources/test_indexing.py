@@ -12,7 +12,6 @@ from support.archives import sample_members, tar_bytes
 from support.command import main
 from support.http_store import HttpStore
 
-from hybridloader.errors import SourceError
 from hybridloader.sources import Tar
 
 MAKE = "hybridloader.sources.tar.make_index"
@@ -165,11 +164,3 @@ def test_an_index_beside_a_remote_archive_is_read(
         assert len(Tar(url, index="beside")) == 4
     memory.pipe("/d/0.tar", tar_bytes(sample_members(4, 2)))
     assert len(Tar(url, index="beside")) == 2  # that index is not this archive's any more
-
-
-def test_an_archive_cut_short_is_told_of_a_remote_one(memory: Any) -> None:
-    memory.pipe(
-        "/d/a.tar", tar_bytes([("a.bin", bytes(3 << 20)), ("b.bin", bytes(3 << 20))])[: 4 << 20]
-    )
-    with pytest.raises(SourceError, match=r"a\.tar is .*truncated after member 'b"):
-        Tar("memory://d/a.tar")

@@ -100,18 +100,6 @@ def test_a_batch_of_tensors_has_the_types_of_the_columns(folder: Path) -> None:
     numbers.close()
 
 
-def test_large_batches_lie_in_slots(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"x": np.arange(200_000.0)}), path, row_group_size=100_000)
-    rows = Parquet(path, tensors=True)
-    loader: Any = DataLoader(
-        rows, 50_000, num_workers=2, backend="fork", collate_fn=Parquet.collate_fn
-    )
-    found = torch.cat([batch["x"].clone() for batch in loader])
-    assert torch.equal(found, torch.arange(200_000.0, dtype=torch.float64))
-    rows.close()
-
-
 def test_a_filter_counts_rows_and_leaves_out_row_groups(folder: Path) -> None:
     rows = Parquet(folder, columns=["int"], filter=ds.field("int") > 5)
     assert [one["int"] for one in rows] == list(range(6, 17))
@@ -286,18 +274,6 @@ def test_folders_name_columns(by_year: Path) -> None:
     kinds = Parquet(by_year, columns=["kind", "x"])
     assert [*kinds[0].items()] == [("kind", "a b"), ("x", 0)]
     kinds.close()
-
-
-def test_files_of_two_archives_may_have_one_path(tmp_path: Path) -> None:
-    import zipfile
-
-    for number in range(2):
-        pq.write_table(pa.table({"x": [10 * number, 10 * number + 1]}), tmp_path / "t.parquet")
-        with zipfile.ZipFile(tmp_path / f"{number}.zip", "w") as archive:
-            archive.write(tmp_path / "t.parquet", "t.parquet")
-    rows = Parquet([f"zip://t.parquet::file://{tmp_path}/{number}.zip" for number in range(2)])
-    assert [row["x"] for row in rows] == [0, 1, 10, 11]
-    rows.close()
 
 
 def test_a_filter_names_columns_of_folders_which_may_have_no_value(by_year: Path) -> None:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from hybridloader import DataLoader
 from hybridloader.errors import SourceError
-from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Parquet
 from hybridloader.sources.parquet import RowGroups
 
@@ -147,47 +146,4 @@ def test_threads_that_need_the_same_row_groups_decode_different_ones(
             check_wide(batch.result(60), indices)
     assert decoding.begun.get(timeout=60) == 3
     assert decoding.begun.empty()
-    rows.close()
-
-
-class Asked(Parquet):
-    """Keeps the types of what it is asked for."""
-
-    takes_arrays = True
-
-    def __getitems__(self, indices: Any) -> Any:
-        asked.append(type(indices))
-        return super().__getitems__(indices)
-
-
-asked: list[type] = []
-
-
-class AskedForLists(Asked):
-    def __getitems__(self, indices: Any) -> Any:
-        return super().__getitems__(indices)
-
-
-@pytest.mark.parametrize(
-    ("made", "options", "kind"),
-    [
-        (Asked, {}, np.ndarray),
-        (Asked, {"on_error": "skip"}, list),
-        (Asked, {"seeding": "sample"}, list),
-        (AskedForLists, {}, list),
-    ],
-)
-def test_samplers_of_ours_ask_for_arrays_where_nobody_else_looks_at_them(
-    tmp_path: Path, made: type[Parquet], options: dict[str, Any], kind: type
-) -> None:
-    path = tmp_path / "numbers.parquet"
-    pq.write_table(pa.table({"x": np.arange(50)}), path, row_group_size=8)
-    rows = made(path, tensors=True)
-    sampler = BlockShuffleSampler(rows, seed=0, window_blocks=3)
-    wanted = [list(range(50))[at] for at in sampler]
-    asked.clear()
-    sampler.set_epoch(0)
-    loader = DataLoader(rows, 7, sampler=sampler, collate_fn=Parquet.collate_fn, **options)
-    assert torch.cat([batch["x"] for batch in loader]).tolist() == wanted
-    assert set(asked) == {kind}
     rows.close()

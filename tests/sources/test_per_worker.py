@@ -78,17 +78,6 @@ def test_each_worker_opens_one_and_closes_it_when_it_ends(backend: str, tmp_path
         assert {*found["open"]} == used == {*found["close"]}
 
 
-def test_workers_that_stay_keep_theirs(tmp_path: Path) -> None:
-    data, options = Asking(tmp_path / "notes"), {"num_workers": 1, "persistent_workers": True}
-    loader: Any = DataLoader(data, 2, backend="fork", collate_fn=list, **options)
-    for _ in range(3):
-        list(loader)
-    assert len(notes(tmp_path / "notes")["open"]) == 1
-    assert not notes(tmp_path / "notes")["close"]
-    del loader
-    gc.collect()
-
-
 def test_threads_of_a_process_may_share_one_until_the_last_worker_ends(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     closed: list[str] = []

@@ -15,7 +15,7 @@ import pytest
 from support.archives import sample_members, tar_bytes
 
 from hybridloader import DataLoader
-from hybridloader.errors import SourceError, StoreError
+from hybridloader.errors import SourceError
 from hybridloader.sampling import BlockShuffleSampler
 from hybridloader.sources import Files, Parquet, Tar, write_shards
 
@@ -210,13 +210,6 @@ def test_a_listing_of_many_keys_is_one_request(s3: Any, requests: Counter[str]) 
             assert files[99] == b"x"
             assert requests == {"list_objects_v2": 1, "get_object": 1}
             files.close()
-
-
-def test_what_is_not_there_is_told(s3: Any) -> None:
-    with pytest.raises(FileNotFoundError, match="matches no files"):
-        Files("s3://photos/none/*.txt", storage_options=s3)
-    with pytest.raises((FileNotFoundError, StoreError), match=r"no\.txt"):
-        Files("s3://photos/no.txt", storage_options=s3)[0]
 
 
 @pytest.mark.parametrize("url", ["s3://photos/a.tar", "simplecache::s3://photos/a.tar"])

@@ -38,15 +38,6 @@ def test_samples_are_those_of_the_shards_in_turn(sizes: list[int]) -> None:
             shards[index]
 
 
-def test_bad_arguments_are_told() -> None:
-    with pytest.raises(ValueError, match="shard 1 has -2 samples"):
-        Counted([1, -2])
-    with pytest.raises(ValueError, match="one size for each shard"):
-        Counted([[1], [2]])
-    with pytest.raises(TypeError, match="an index must be a whole number, got 'a'"):
-        Counted([1])["a"]  # type: ignore[index]
-
-
 def test_a_loader_and_a_pipeline_read_them_by_any_sampler() -> None:
     shards = Counted([3, 0, 4])
     for sampler in (ShuffleSampler(shards, 0), BlockShuffleSampler(shards, 0, window_blocks=1)):

@@ -88,15 +88,3 @@ def test_nothing_is_counted_if_nothing_is_observed(store: HttpStore) -> None:
         assert len(list(run)) == len(tar)
     assert [use.requests for use in run.stats().stores] == [SHARDS]
     tar.close()
-
-
-def test_a_local_name_with_colons_is_no_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path(tmp_path, "zip::b").mkdir()
-    Path(tmp_path, "zip::b", "a.txt").write_bytes(b"one")
-    monkeypatch.chdir(tmp_path)
-    for url in ("zip::b/a.txt", "zip::b", "zip::b/*.txt"):
-        with Pipeline.from_dataset(Files(url)).run(observe=True) as run:
-            assert [*run] == [b"one"]
-            assert run.stats().stores == ()

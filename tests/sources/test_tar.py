@@ -202,15 +202,6 @@ def test_remote_members_are_read_by_ranges(store: HttpStore, tmp_path: Path) -> 
     assert [one for batch in loader for one in batch] == [(text(n),) for n in range(12)]
 
 
-def test_an_archive_in_memory(memory: Any, tmp_path: Path) -> None:
-    memory.pipe("/d/a.tar", tar_bytes(sample_members(0, 3)))
-    for _ in range(2):
-        tar = Tar("memory://d/*.tar", fields=("txt",), index=str(tmp_path))
-        assert list(tar) == [(text(n),) for n in range(3)]
-        assert tar.shard_names == ["memory:///d/a.tar"]
-    assert len([*tmp_path.glob("*.index")]) == 1
-
-
 # Bad input.
 
 
@@ -334,12 +325,3 @@ def test_a_store_that_fails_is_told_with_the_member(store: HttpStore) -> None:
             assert list(DataLoader(tar, 2, collate_fn=list, on_error=retry)) == [
                 [(b"1" * 90,), (b"2" * 90,)]
             ]
-
-
-def test_an_archive_that_is_not_there_or_not_served_is_told(store: HttpStore) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no\.tar"):
-        Tar(f"{store.url}/no.tar")
-    store.files["/a.tar"] = tar_bytes(sample_members(0, 1))
-    store.faults.append("503")
-    with pytest.raises(StoreError, match=r"a\.tar was not served: .*503"):
-        Tar(f"{store.url}/a.tar", retry_seconds=0)
