@@ -187,6 +187,7 @@ def test_stored_samples_come_once(name: str) -> None:
         assert process.ask("stored", loader, spec)["digest"] == expected
 
 
+@pytest.mark.full
 def test_memory_of_workers_is_that_of_the_further_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     (_, answer) = measured("memory", "fork", monkeypatch, start="fork")
     # A forked worker takes a few MB, as much as the system takes from or gives to others meanwhile.

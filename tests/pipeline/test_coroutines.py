@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybridloader import Pipeline, Replace, Retry
+from hybridloader import Pipeline
 
 WHERE: dict[str, Any] = {
     "nowhere": {},
@@ -27,9 +27,6 @@ everywhere = pytest.mark.parametrize(
         for name, where in WHERE.items()
     ],
 )
-
-
-in_this_process = pytest.mark.parametrize("where", [WHERE["nowhere"], WHERE["threads"]])
 
 
 class Meeting:
@@ -125,33 +122,6 @@ def test_an_interrupt_in_a_coroutine_goes_through_and_the_run_can_be_resumed() -
         state = run.state_dict()
     interrupts.clear()
     assert list(pipe.run(state=state)) == [2, 3]
-
-
-class Flaky:
-    """Fails at the first try of each item."""
-
-    def setup(self) -> None:
-        self.tried: set[int] = set()
-
-    async def __call__(self, item: int) -> int:
-        await asyncio.sleep(0)
-        if item not in self.tried:
-            self.tried.add(item)
-            raise OSError("not yet")
-        return item
-
-
-@in_this_process
-def test_policies_for_errors(where: Any) -> None:
-    def made(function: Any, on_error: Any) -> list[Any]:
-        pipe = Pipeline.from_iterable(range(12))
-        return list(pipe.map(function, concurrency=3, on_error=on_error, **where))
-
-    wanted = [-n if n % 4 == 1 else n for n in range(12)]
-    assert made(fails, Replace(lambda item, _: -item)) == wanted
-    assert made(Flaky(), Retry(1, backoff=0.0)) == [*range(12)]
-    with pytest.raises(ValueError, match="item 1"):
-        made(fails, Retry(2, backoff=0.0))
 
 
 class Stuck:

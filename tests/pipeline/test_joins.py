@@ -211,22 +211,6 @@ def test_the_weights_of_a_mix_may_be_those_of_the_epoch() -> None:
         assert failed.value.__notes__[0] == f"mix: weights({epoch})"
 
 
-def test_a_mix_repeats_a_small_pipeline_until_the_large_one_has_ended() -> None:
-    large, small = numbers(30), Pipeline.from_dataset(range(100, 104), shuffle=True, seed=2)
-    pipe = large.mix(small.repeat(), weights=(1, 2), seed=0, stop="first")
-    whole = list(pipe.run(seed=1))
-    assert [item for item in whole if item < 100] == [*range(30)]
-    again = [item for item in whole if item >= 100]
-    assert len(again) > 30
-    assert sorted(again[4:8]) == [*range(100, 104)]
-    assert list(pipe.run(seed=2)) == whole != list(pipe.run(epoch=1))
-    for stop in (0, 20, len(whole)):
-        with pipe.run() as run:
-            assert events(run, stop) == items(*whole[:stop])
-            state = run.state_dict()
-        assert list(pipe.run(state=state)) == whole[stop:]
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("how", ["zip", "concat", "interleave"])
 def test_closing_closes_what_was_opened_although_closing_one_fails(how: str) -> None:

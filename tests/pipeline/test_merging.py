@@ -272,23 +272,6 @@ def test_ranks_that_have_ended_have_nothing_left_and_the_next_epoch_is_whole() -
         others[0].set_epoch(5)
 
 
-def test_what_fewer_ranks_have_dropped_is_not_an_epoch() -> None:
-    """Of 9 indices two ranks had 8, and 4 ranks drop the last."""
-
-    def make(ranks: int, rank: int) -> Pipeline:
-        sampler = DistributedShuffleSampler(9, 3, num_replicas=ranks, rank=rank, uneven="drop")
-        return Pipeline.from_dataset(range(9), sampler=sampler)
-
-    run = make(2, 0).run(seed=1)
-    assert len(list(islice(run, 4))) == 4
-    state = saved(run)
-    assert state["marks"][":0"]["value"] is None
-    with make(1, 0).run(seed=1) as run:
-        list(islice(run, 8))
-        state = saved(run)
-    assert [list(make(4, rank).run(state=state)) for rank in range(4)] == [[]] * 4
-
-
 def both(make: Make, most: tuple[int, int] = (3, 5)) -> list[Any]:
     states = []
     for rank in range(2):

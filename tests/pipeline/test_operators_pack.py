@@ -1,9 +1,7 @@
-"""Token sequences in rows: Grain is the oracle where it is installed; a plain packer is in the model."""
+"""Token sequences in rows; a plain packer, which is the oracle, is in the model of pipelines."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -13,33 +11,6 @@ from support.pipeline_model import saved
 from support.scripts import Oops, errors_in, items_in, outcome, steps
 
 from hybridloader import Pipeline
-
-GRAIN = """
-import sys
-import grain, numpy as np
-from grain import experimental
-sizes = eval(sys.argv[1])
-found = grain.MapDataset.source([{"tokens": np.arange(1, n + 1)} for n in sizes]).to_iter_dataset()
-split = experimental.ConcatThenSplitIterDataset(found, length_struct={"tokens": 16})
-first_fit = experimental.FirstFitPackIterDataset(
-    found, length_struct={"tokens": 16}, num_packing_bins=3, shuffle_bins=False
-)
-names = "tokens", "tokens_segment_ids", "tokens_positions"
-print([[[row[name].tolist() for name in names] for row in one] for one in (split, first_fit)])
-"""
-
-
-@pytest.mark.full
-def test_rows_are_those_of_grain() -> None:
-    pytest.importorskip("grain")
-    sizes = np.random.default_rng(0).integers(1, 16, 200).tolist()
-    done = subprocess.run([sys.executable, "-c", GRAIN, str(sizes)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    theirs = eval(done.stdout)
-    documents = [np.arange(1, size + 1) for size in sizes]
-    for method, rows in zip(("split", "first_fit"), theirs, strict=True):
-        ours = outcome(steps.pack(16, method, 3), *documents)
-        assert [[array.tolist() for array in row.values()] for row in ours] == rows
 
 
 def test_documents_are_arrays_tensors_lists_or_dicts_of_them() -> None:

@@ -109,14 +109,6 @@ def test_lists_of_numbers_are_sequences(samples: Any, expected: torch.Tensor) ->
     same(Pad()(samples), expected)
 
 
-def test_gradients_flow_through() -> None:
-    for lengths, width in (((2, 3), 1), ((2, 3), 300), ((300, 200, 300), 1000)):
-        samples = [torch.ones(length, width, requires_grad=True) for length in lengths]
-        for batch in outcome(steps.padded_batch(2), *samples):
-            batch.sum().backward()
-        assert [sample.grad.sum() for sample in samples] == [n * width for n in lengths]  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(
     ("value", "dtype", "told"),
     [

@@ -161,9 +161,8 @@ def test_close_while_workers_start(gate: Gate) -> None:
         gate.await_arrivals(4)
 
 
-@pytest.mark.parametrize("backend", WORKERS)
-def test_close_twice_and_from_two_threads_at_once(backend: str, gate: Gate) -> None:
-    run = iter(stick_in_the_middle(gate, backend))
+def test_close_twice_and_from_two_threads_at_once(gate: Gate) -> None:
+    run = iter(stick_in_the_middle(gate, "threads"))
     gate.await_arrivals()
     together = threading.Barrier(2)
     with ThreadPoolExecutor(2) as threads:

@@ -137,28 +137,6 @@ def test_buffer_bytes_holds_for_a_pipeline(workers: int, fitting: int, size: int
 # -- who waits for whom ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.usefixtures("slow")
-def test_one_slow_item_does_not_idle_the_other_workers(ordered: bool) -> None:
-    gate, done = Gate(), set[int]()
-
-    def work(item: int) -> int:
-        if item == 0:
-            gate.arrive()
-        done.add(item)
-        return item
-
-    where: dict[str, Any] = {"backend": "threads", "num_workers": 3, "prefetch": 15}
-    pipe = Pipeline.from_dataset(range(15)).map(work, in_order=ordered, **where)
-    with pipe.run() as run:
-        gate.await_arrivals()
-        # All but the slow one, and the one that was handed to the same worker behind it.
-        early = [] if ordered else [next(run) for _ in range(13)]
-        until(lambda: len(done) == 13)
-        gate.open()
-        assert sorted(early + list(run)) == list(range(15))
-
-
 @pytest.mark.usefixtures("slow")
 def test_without_limits_a_slow_item_holds_up_no_other_worker_for_long() -> None:
     gate, made, workers = Gate(), list[int](), 2

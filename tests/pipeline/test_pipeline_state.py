@@ -223,18 +223,6 @@ def test_a_state_is_a_new_dict_each_time() -> None:
     run.close()
 
 
-def test_a_state_counts_what_was_given_and_not_what_lies_ready() -> None:
-    pipe = Pipeline.from_dataset(range(40)).map(changed, prefetch=9, **THREADS)
-    with pipe.prefetch(5).run() as run:
-        assert saved(run)["given"] == 0
-        for number in range(1, 10):
-            next(run)
-            assert saved(run)["given"] == number
-    assert saved(run)["given"] == 9  # also when it is closed
-    assert not saved(run)["finished"]
-    assert list(pipe.run(state=saved(run))) == [changed(k) for k in range(9, 40)]
-
-
 def test_a_state_can_be_taken_from_any_thread() -> None:
     pipe = Pipeline.from_dataset(range(1000), shuffle=True).shuffle(9)
     pipe = pipe.map(changed, **THREADS).batch(2, collate_fn=list)
@@ -271,6 +259,19 @@ def test_a_run_that_has_ended_goes_on_with_nothing_and_starts_nothing() -> None:
     assert started == []
     state["finished"] = False  # behind the last item, and nobody has been told yet
     assert list(pipe.run(state=state)) == []
+
+
+def test_loading_is_the_same_as_running_with_a_state() -> None:
+    pipe = Pipeline.from_dataset(range(30), shuffle=True).map(changed, **THREADS)
+    with pipe.run(epoch=3) as run:
+        events(run, 12)
+        state, rest = saved(run), events(run)
+    other = pipe.run()
+    other.load_state_dict(state)
+    assert other.epoch == 3
+    assert saved(other) == state
+    other.load_state_dict(state)
+    assert events(other) == rest
 
 
 def test_a_state_does_not_hold_the_run() -> None:

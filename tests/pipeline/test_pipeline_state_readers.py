@@ -303,25 +303,3 @@ def test_shards_of_other_ranks_are_merged_and_wrong_ones_refused() -> None:
     state["marks"][":0-0"]["value"]["readers"][0] = [1]
     with pytest.raises(StateError, match="the positions of the readers are damaged"):
         make(0, 2, [5, 5, 5]).run(state=state)
-
-
-class NamedAndStateful(StatefulSource):
-    """Source that names shards and has a state besides them."""
-
-    shard_names = ("0.txt",)
-
-    def read_shard(self, name: str, start: int) -> Iterator[Any]:
-        raise AssertionError("it is read with its state")
-
-
-def test_a_source_with_a_state_besides_its_shards_is_read_with_that_state() -> None:
-    def make() -> Pipeline:
-        source = NamedAndStateful([12, 9])
-        return Pipeline.from_iterable(source, backend="threads", num_workers=2)
-
-    with make().run() as run:
-        events(run, 7)
-        state, rest = saved(run), events(run)
-    assert "shards" not in state["marks"][":0-0"]["value"]
-    with make().run(state=state) as run:
-        assert events(run) == rest

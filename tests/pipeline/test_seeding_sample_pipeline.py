@@ -239,41 +239,6 @@ def test_a_worker_that_was_replaced_draws_the_same(tmp_path: Path) -> None:
     assert digest(found) == digest(made(untouched))
 
 
-class Held:
-    """An item that can't be pickled if it is number 13, so that a task with others is taken apart."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __reduce__(self) -> Any:
-        if self.number == 13:
-            raise TypeError("not this one")
-        return Held, (self.number,)
-
-
-def test_items_of_a_task_that_could_not_be_sent_keep_their_numbers() -> None:
-    def made(**where: Any) -> list[Any]:
-        pipe = Pipeline.from_iterable(lambda: map(Held, range(30)))
-        found: list[Any] = []
-        with pipe.map(number_of, seeding="sample", **where).run(seed=9) as items:
-            while True:
-                try:
-                    found.append(next(items))
-                except StopIteration:
-                    return found
-                except Exception as error:
-                    found.append(type(error).__name__)
-
-    found, whole = made(**fork(threads_per_worker=4)), made()
-    assert [item[0] for item in whole] == list(range(30))
-    assert isinstance(found[13], str)
-    assert found[:13] + found[14:] == whole[:13] + whole[14:]
-
-
-def number_of(item: Any) -> Any:
-    return item.number, random.random()
-
-
 def test_a_seed_of_its_own_makes_a_step_apart_from_the_run() -> None:
     def made(seed: int, seeding: Any) -> str:
         pipe = pipeline(AGAIN, {**threads(), "seeding": seeding})

@@ -13,7 +13,6 @@ import pytest
 import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from hybridloader import StateError
@@ -196,26 +195,6 @@ def test_the_order_of_blocks_goes_on_when_the_number_of_ranks_changes(
     n = min(len(seen), len(whole))
     assert seen[:n] == whole[:n]
     assert len(seen) >= len(whole) - 8
-
-
-@pytest.mark.parametrize("uneven", ["pad", "drop", "exact"])
-def test_after_the_same_batch_every_rank_has_the_same_state(uneven: Any) -> None:
-    for n in (64, 65, 66, 67):
-        samplers = ranks(n, 4, uneven=uneven)
-        batches = [iter(BatchSampler(sampler, 4, drop_last=False)) for sampler in samplers]
-        steps = 0
-        while [there for batch in batches if (there := next(batch, None))]:
-            first, *others = [sampler.state_dict() for sampler in samplers]
-            assert all(other == first for other in others)
-            steps += 1
-            ended = first["epoch"] == 1
-            assert ended == (steps * 16 >= n or (uneven == "drop" and steps * 16 > n - 4))
-        assert all(sampler.epoch == 1 for sampler in samplers)
-    (sampler,) = ranks(10, 1, uneven="drop")
-    list(islice(sampler, 8))
-    for part in ranks(10, 4, uneven="drop"):  # two are left, not enough for four ranks
-        part.load_state_dict(sampler.state_dict())
-        assert (part.epoch, len(list(part))) == (1, 2)
 
 
 legs_of_ranks = st.lists(

@@ -178,20 +178,6 @@ def test_a_block_that_failed_is_read_sample_by_sample(gated: Any) -> None:
     assert sorted(source.alone) == [6, 7, 8]
 
 
-def test_samples_of_an_interrupted_block_are_read_one_by_one(gated: Any) -> None:
-    """Ctrl-C, in the thread that fetches a block as there is no room for it ahead of time."""
-    source = gated(4, 2, limit=100)
-    source.gate.set()
-    indices = [*BlockShuffleSampler(source, seed=0, window_blocks=1)]
-    interrupted = indices[2] // 2
-    source.errors = {interrupted: [KeyboardInterrupt()]}
-    assert source[indices[0]] == indices[0]
-    with pytest.raises(KeyboardInterrupt):
-        source[indices[2]]
-    assert [source[index] for index in indices[1:]] == indices[1:]
-    assert sorted(source.alone) == [2 * interrupted, 2 * interrupted + 1]
-
-
 def test_a_shard_that_is_not_there_is_asked_for_once(gated: Any) -> None:
     source = gated(4, 3)
     source.gate.set()

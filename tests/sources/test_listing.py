@@ -6,7 +6,6 @@ import hashlib
 import io
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -163,16 +162,6 @@ def test_a_source_made_again_asks_the_store_again(listed: Any) -> None:
             rows[0]
         again = Parquet(f"{place}/{name}.parquet")
         assert [row["x"] for row in again] == [100, 101, 102, 103]
-
-
-def test_a_thread_that_has_listings_of_its_own_does_not_read_by_them(listed: Any) -> None:
-    url = f"{listed.protocol}://b/*.txt"
-    listed.files["b/1.txt"] = b"one"
-    Files(url)
-    listed.files["b/1.txt"] = b"longer"
-    with ThreadPoolExecutor(1) as elsewhere:
-        files = elsewhere.submit(Files, url).result()
-    assert files[0] == b"longer"
 
 
 def test_a_listing_is_a_request_for_a_folder_and_not_for_each_file(listed: Any) -> None:

@@ -129,21 +129,3 @@ def test_a_thread_that_would_wait_in_order_decodes_what_comes_next(
             check_wide(rows.__getitems__([17, 18]), [17, 18])
             assert decoding.begun.empty()
     rows.close()
-
-
-def test_threads_that_need_the_same_row_groups_decode_different_ones(
-    wide: Parquet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows, decoding = Parquet(wide.shard_names[0], tensors=True), Decoding(monkeypatch)
-    batches = [50, 3, 18], [2, 49, 20]  # both of the row groups 0, 1 and 3
-    with ThreadPoolExecutor(2) as threads:
-        found = [threads.submit(rows.__getitems__, batches[0])]
-        assert decoding.begun.get(timeout=60) == 0
-        found.append(threads.submit(rows.__getitems__, batches[1]))
-        assert decoding.begun.get(timeout=60) == 1
-        decoding.let(0, 1, 3)
-        for batch, indices in zip(found, batches, strict=True):
-            check_wide(batch.result(60), indices)
-    assert decoding.begun.get(timeout=60) == 3
-    assert decoding.begun.empty()
-    rows.close()
