@@ -1,5 +1,4 @@
-"""Command line: ``hybridloader demo``, ``run``, ``tune``, ``index``, ``write-shards``, ``info`` and
-``explain``.
+"""Command line: ``hybridloader demo``, ``run``, ``index``, ``write-shards``, ``info`` and ``explain``.
 
 It parses and reports. Nothing heavy is imported before a subcommand runs, and a user's mistake is
 one line on standard error and exit code 2, never a traceback.
@@ -75,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_run(commands)
-    _add_tune(commands)
     _add_index(commands)
     _add_pack(commands)
     _command(
@@ -164,28 +162,9 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
     )
-    _take_script(run)
-
-
-def _add_tune(commands: Any) -> None:
-    tune = _command(
-        *(commands, "tune", _tune),
-        usage="%(prog)s [OPTION ...] SCRIPT [ARGUMENT ...]",
-        help="run a script up to its first loader or pipeline, and measure which workers load fastest",
-        description="Run a Python script until a DataLoader, torch's or hybridloader's, has had 8 "
-        "batches, or a run of a Pipeline 8 items. Then measure plans of workers for it, print a table "
-        "and the code to paste, and end the script. The script is not edited.",
-        epilog="Arguments after SCRIPT are passed to it.",
-        allow_abbrev=False,
-    )
-    _add_options(
-        tune,
-        ("--seconds", float, "S", "limit of the measurement; default: 20", 20.0),
-        ("--cpus", float, "N", "maximum number of CPUs to use"),
-        ("--memory", float, "SHARE", "share of the memory that may be used; default: 0.5", 0.5),
-        ("--keep-up", None, None, "choose the cheapest plan that keeps up with the script's loop"),
-    )
-    _take_script(tune)
+    run.add_argument("script", metavar="SCRIPT")
+    rest = run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
+    rest.required = False
 
 
 def _add_index(commands: Any) -> None:
@@ -244,13 +223,6 @@ def _add_options(command: Any, *options: tuple[Any, ...]) -> None:
         else:
             value = default[0] if default else None
             command.add_argument(flag, type=kind, metavar=metavar, help=text, default=value)
-
-
-def _take_script(command: Any) -> None:
-    """Have a command take a script and its arguments, too."""
-    command.add_argument("script", metavar="SCRIPT")
-    rest = command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
-    rest.required = False
 
 
 def _bytes(text: str) -> int:
@@ -332,44 +304,6 @@ def _run(arguments: argparse.Namespace) -> str | None:
             around.enter_context(Watch(every=10.0 if arguments.watch else None))
         script.run(program, arguments.arguments)
     return None
-
-
-def _tune(arguments: argparse.Namespace) -> str | None:
-    """Tune the first loader or pipeline of a script; return the error as text, or None."""
-    from hybridloader.compat import script
-    from hybridloader.tuning.subjects import subject_of
-    from hybridloader.tuning.tune import FirstLoader, TunedEnd, tune
-
-    try:
-        program = script.script(arguments.script)
-    except script.NotThere as error:
-        return str(error)
-
-    def tuned(loader: Any, loop: float) -> str | None:
-        try:
-            subject = subject_of(loader)
-        except (TypeError, ValueError) as error:
-            return str(error)
-        result = tune(
-            subject,
-            seconds=arguments.seconds,
-            step=1 / loop if arguments.keep_up and loop > 0 else None,
-            cpus=arguments.cpus,
-            memory=arguments.memory,
-        )
-        print(result)
-        return None
-
-    try:
-        with FirstLoader(tuned) as first:
-            script.run(program, arguments.arguments)
-    except TunedEnd as end:
-        problem: str | None = end.args[0]
-        return problem
-    return (
-        f"the script ended before a DataLoader had {first.enough} batches, or a Pipeline as many items, "
-        "in one epoch"
-    )
 
 
 def _index(arguments: argparse.Namespace) -> str | None:

@@ -185,8 +185,6 @@ DRAWN = 1 << 16
 
 def subject_of(given: Any) -> Subject:
     """Return `given` as a subject. Raises `TypeError` if it is neither a loader nor a pipeline."""
-    if isinstance(given, Subject):
-        return given
     if isinstance(given, Pipeline):
         return PipelineSubject(given)
     if isinstance(given, torch.utils.data.DataLoader):

@@ -18,11 +18,11 @@ from hybridloader.tuning.subjects import (
     rates_of,
     subject_of,
 )
-from hybridloader.tuning.tune import FirstLoader, TunedEnd, Tuner, Tuning
+from hybridloader.tuning.tune import Tuner, Tuning
 from support.manual_clock import Clock
 
-__all__ = ["INLINE", "Auto", "Empty", "FirstLoader", "Limits", "LoaderSubject", "Place", "Trial"]
-__all__ += ["TunedEnd", "Tuner", "Tuning", "choosing", "price", "rates_of", "subject_of"]
+__all__ = ["INLINE", "Auto", "Empty", "Limits", "LoaderSubject", "Place", "Trial"]
+__all__ += ["Tuner", "Tuning", "choosing", "price", "rates_of", "subject_of"]
 """Parts of the inside, which tests of tuning import from here alone."""
 
 
