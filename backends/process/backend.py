@@ -82,7 +82,7 @@ class ProcessBackend(Backend):
         method = self._method()
         check = functools.partial(self.check_start, method)
         made = _starter(method, preload=self.preload, runs_script=self.runs_script)
-        return ProcessCrew(made, nameless_slots(), self.memory.bytes(), check)
+        return ProcessCrew(made, self.memory.bytes(), check)
 
 
 @dataclass(frozen=True)
@@ -286,11 +286,6 @@ def check_threads(name: str) -> None:
         "before these threads start (and keep its workers: persistent_workers=True)",
         "fork-with-threads",
     )
-
-
-def nameless_slots() -> bool:
-    """Return True if memory without a name can be sent to another process on this platform."""
-    return system.UNIX_SOCKETS and (system.MEMFD or system.module("_posixshmem") is not None)
 
 
 def _starter(method: str, *, preload: bool, runs_script: bool) -> Starter:

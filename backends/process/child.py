@@ -89,7 +89,7 @@ def main(
     pipe: Any,  # argument of `endpoint_class`
     first: FirstFrame,
     parent: int,  # process id
-    slots: tuple[int, bool],  # most bytes of this worker's slots, both ways; True: without names
+    share: int,  # most bytes of this worker's slots, both ways
     strays: Sequence[int],  # descriptors of the parent that the fork copied
     fresh: bool,  # the process is no fork of the user's process
 ) -> None:
@@ -102,7 +102,7 @@ def main(
             os.close(fd)
     leave_signals()
     endpoint = endpoint_class(pipe)
-    connection = _WorkerConnection(number, endpoint, slots)
+    connection = _WorkerConnection(number, endpoint, share)
     watch = ParentWatch(endpoint, parent)
     postmortem = None
     try:
@@ -164,11 +164,11 @@ def _read(endpoint: Any, arrived: SimpleQueue[Any], wake: Callable[[], None] | N
 class _WorkerConnection:
     """The worker's side of its connection: messages in, events out, large buffers through slots."""
 
-    def __init__(self, worker: int, endpoint: Any, slots: tuple[int, bool]) -> None:
+    def __init__(self, worker: int, endpoint: Any, share: int) -> None:
         self._worker = worker
         self._endpoint = endpoint
-        self._share, _ = slots
-        self.results = SlotWriter(*slots)
+        self._share = share
+        self.results = SlotWriter(share)
         self._tasks = SlotReader(both_ways(self._share)[1])
         self.postmortem: PostmortemWriter | None = None
         # Unanswered tasks; before `read_ahead`, the latest one.

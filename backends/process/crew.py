@@ -102,13 +102,11 @@ class SlotChannel:
     def __init__(
         self,
         share: int,  # most bytes of all slots of this worker, both ways together
-        nameless: bool,  # the slots have no names
         *,
         forks: bool,  # the worker is a fork of this process
     ) -> None:
-        self._share, self._forks = share, forks
-        self.slots = share, nameless  # as `child.main` takes it
-        self.results = shared_slots.SlotReader(share // 2, nameless)
+        self.share, self._forks = share, forks
+        self.results = shared_slots.SlotReader(share // 2, keeps=True)
         # All the other mutable state:
         self.refusal: str | None = None  # why a large task got no slot, until it is reported
         self.forwarded: dict[int, ProcessResult] = {}  # by task number, until the task is answered
@@ -211,8 +209,8 @@ class SlotChannel:
         own, new_fds = news, list[int]()
         if buffers or len(header) >= OWN:
             if self.tasks is None:
-                limit, self.results.limit = shared_slots.both_ways(self._share)
-                self.tasks = shared_slots.SlotWriter(limit, self.slots[1])
+                limit, self.results.limit = shared_slots.both_ways(self.share)
+                self.tasks = shared_slots.SlotWriter(limit)
             own, header, buffers, new_fds = into_slots(header, buffers, self.tasks)
             self.refusal = self.refusal or own.refusal
             own = own._replace(new=own.new + news.new, retired=own.retired + news.retired)
@@ -443,13 +441,12 @@ class ProcessCrew(Crew):
     def __init__(
         self,
         starter: Starter,
-        nameless: bool,  # slots have no names
         limit: int,  # most bytes of all slots
         check: Callable[[], object],  # raises if no worker may be restarted
     ) -> None:
         bury()
         self._starter, self.transport, self._check = starter, starter.transport, check
-        self._nameless, self._limit = nameless, limit
+        self._limit = limit
         # All the mutable state:
         self._handles = cast("list[ProcessHandle]", self.handles())  # the list that `place` changes
         self._workers: list[_ProcessWorker] = []
@@ -467,11 +464,11 @@ class ProcessCrew(Crew):
         by_path = bool(system.TEMPORARY)
         record = PostmortemRecord.make() if by_path or self.transport.carries_descriptors else None
         share, forks = max(1, self._limit // max(1, spec.workers)), self._starter.forks
-        channel = SlotChannel(share, self._nameless, forks=forks)
+        channel = SlotChannel(share, forks=forks)
         place = _ProcessWorker(channel, record)
         note = partial(self._take_place, worker, place)
         try:
-            self._starter.start(WorkerStart(worker, spec, channel.slots, record, note))
+            self._starter.start(WorkerStart(worker, spec, share, record, note))
         except BaseException:  # for example, no further process or descriptor
             if record is not None and not any(other is place for other in self._workers):
                 record.close()
@@ -584,7 +581,11 @@ class ProcessCrew(Crew):
             slots = channel.results
             if slot_map is not None:
                 slots.learn(slot_map, frame.fds)
-                if not self._nameless and slots.lost(slot_map) and self._has_ended(worker):
+                if (
+                    not self.transport.carries_descriptors
+                    and slots.lost(slot_map)
+                    and self._has_ended(worker)
+                ):
                     return None
             if channel.forwarded:
                 channel.answered(seq)
@@ -651,7 +652,7 @@ class ProcessCrew(Crew):
             cause = f"sent an unreadable message ({damage}), and was killed"
         killed = next((name for name in ("SIGKILL", "SIGBUS") if name in cause), None)
         memory = "" if killed is None else self._oom.describe(killed)
-        slots = None if killed is None else (channel.results.size, channel.slots[0])
+        slots = None if killed is None else (channel.results.size, channel.share)
         if record is None:
             return Exited(worker, cause, memory=memory, slots=slots)
         task, with_it = record.task, handle.ended_with

@@ -46,7 +46,7 @@ class WorkerStart(NamedTuple):
 
     worker: int
     spec: WorkerSpec
-    slots: tuple[int, bool]  # as `child.main` takes it
+    share: int  # as `child.main` takes it
     record: PostmortemRecord | None
     # Gets its handle before a signal is acted on. If the worker must be started another way later, it
     # gets another handle.
@@ -119,7 +119,7 @@ class Starter:
                 connection,
                 self._first(start),
                 os.getpid(),
-                start.slots,
+                start.share,
                 tuple(ours) if self.forks else (),
                 not self.forks,
             ),

@@ -70,7 +70,7 @@ class Request(NamedTuple):
 
     worker: int
     name: str  # name of its process
-    slots: tuple[int, bool]  # as `child.main` takes it
+    share: int  # as `child.main` takes it
     recorded: bool | str  # as `child.FirstFrame` has it
     changes: dict[str, Any]  # fields of the specification that differ from the loaded one
 
@@ -234,7 +234,7 @@ class _Zygote:
             Connection(connection),
             FirstFrame(request.recorded, spec),
             self._parent,
-            request.slots,
+            request.share,
             strays,
             fresh=True,
         )
@@ -380,7 +380,7 @@ class ZygoteStarter(Starter):
         try:
             pairs = {field.name: getattr(start.spec, field.name) for field in fields(start.spec)}
             changes = {k: v for k, v in pairs.items() if v is not getattr(zygote.spec, k)}
-            request = Request(start.worker, start.name, start.slots, start.recorded, changes)
+            request = Request(start.worker, start.name, start.share, start.recorded, changes)
             message = pickle.dumps(request)
             fds = [os.dup(connection.fileno()), theirs.detach()]
             self.transport.send(ZYGOTE, [message], fds)

@@ -2,12 +2,11 @@
 
 There are two kinds:
 
-- A *nameless* segment is an anonymous file (memfd on Linux; on macOS a POSIX segment whose name is
-  unlinked at once). No name can leak, and the size of /dev/shm does not limit it. Its descriptor is
+- A *nameless* segment, on Linux and macOS, is an anonymous file (a memfd, or a POSIX segment whose name
+  is unlinked at once). No name can leak, and the size of /dev/shm does not limit it. Its descriptor is
   sent over a socket, and closed as soon as the segment is mapped.
-- A *named* segment is a `multiprocessing.shared_memory.SharedMemory`, for Windows, whose connections
-  carry no descriptors. There it is gone with the last process that has it open. The tests also run
-  it on POSIX, where the reader removes the name.
+- A *named* segment, on Windows, is a `multiprocessing.shared_memory.SharedMemory`: connections carry no
+  descriptors there. It is gone with the last process that has it open.
 
 The import uses nothing that only POSIX has.
 """
@@ -17,9 +16,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import sys
 import weakref
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -61,14 +58,16 @@ class Mapping:
         return memoryview(array).cast("B")
 
 
-def make(size: int, *, nameless: bool) -> tuple[Mapping, Ticket, int | None]:
-    """Make a segment of `size` bytes, with a random name or without, and map it.
+def make(size: int) -> tuple[Mapping, Ticket, int | None]:
+    """Make a segment of `size` bytes, and map it.
 
     The caller sends the descriptor with the ticket of a nameless segment, and then closes it. Raises
     `OSError` if there is no memory for the segment; nothing leaks then.
     """
-    if not nameless:
-        segment = _shared_memory(None, size)
+    if not system.UNIX_SOCKETS:
+        from multiprocessing import shared_memory
+
+        segment = shared_memory.SharedMemory(create=True, size=size)
         return _map_named(segment), Ticket(segment.size, segment.name), None
     fd = anonymous_file(size)
     try:
@@ -114,10 +113,10 @@ def aligned_view(size: int) -> memoryview:
 
 def open_named(name: str) -> Mapping:
     """Map a named segment that another process has made."""
+    from multiprocessing import shared_memory
+
     with system.kept_open(name):
-        mapping = _map_named(_shared_memory(name, 0))
-    unlink(name)  # both processes have it open and need the name no more
-    return mapping
+        return _map_named(shared_memory.SharedMemory(name))
 
 
 def anonymous_file(size: int) -> int:
@@ -180,29 +179,6 @@ def _map_named(segment: Any) -> Mapping:
     # An address instead of a view of the buffer: a view would make `close` fail at the end.
     address = ctypes.addressof(ctypes.c_ubyte.from_buffer(segment.buf))
     return Mapping(address, segment.size, segment)
-
-
-def unlink(name: str) -> None:
-    """Remove the name of a segment. Does nothing on Windows."""
-    shm = system.module("_posixshmem")
-    if shm is not None:
-        with suppress(OSError):  # the name is gone, or /dev/shm is missing or read-only
-            shm.shm_unlink(f"/{name}")
-
-
-def _shared_memory(name: str | None, size: int) -> Any:
-    """Make a named segment, or open one (size 0)."""
-    from multiprocessing import shared_memory
-
-    if sys.version_info >= (3, 13):
-        return shared_memory.SharedMemory(name, size > 0, size, track=False)
-    segment = shared_memory.SharedMemory(name, size > 0, size)
-    if system.module("_posixshmem") is not None:
-        # Otherwise this process's resource tracker would unlink it at exit, with a warning.
-        from multiprocessing import resource_tracker
-
-        resource_tracker.unregister(f"/{segment.name}", "shared_memory")
-    return segment
 
 
 @lru_cache(maxsize=1)

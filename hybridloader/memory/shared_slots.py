@@ -69,9 +69,9 @@ class SlotWriter:
     `limit` is the maximum of their bytes in total.
     """
 
-    def __init__(self, limit: int, nameless: bool = True) -> None:
+    def __init__(self, limit: int) -> None:
         def make(size: int, number: int) -> Made:
-            return segments.make(size, nameless=nameless)
+            return segments.make(size)
 
         self.pool = Pool(make, limit)
         self.empty, self.lower, self.close = self.pool.empty, self.pool.lower, self.pool.close

@@ -283,9 +283,8 @@ def test_workers_that_are_told_to_leave_are_gone_without_a_close(backend: Any) -
         crew.raw.wake()
 
 
-def test_without_sockets_workers_leave_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    bare_platform.without_sockets(monkeypatch)
-    with CrewDriver(Spawn(), echo) as crew:
+def test_without_sockets_workers_leave_as_well(tmp_path: Path) -> None:
+    with bare_platform.lacking("without sockets", tmp_path), CrewDriver(Spawn(), echo) as crew:
         assert crew.call(1) == 1
         crew.raw.leave()
         crew.raw.handles()[0].join(DEADLINE)

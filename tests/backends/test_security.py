@@ -29,11 +29,11 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @pytest.fixture(params=["sockets", "portable"])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     name: str = request.param
-    if name == "portable":
-        bare_platform.without_sockets(monkeypatch)
-    return name
+    without = bare_platform.lacking("without sockets", tmp_path)
+    with without if name == "portable" else contextlib.nullcontext():
+        yield name
 
 
 class Large:

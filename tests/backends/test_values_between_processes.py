@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.comparison import same
 from support.crew_driver import OWN, CrewDriver, echo, full
-from support.process_backends import NamedFork
 from torch.utils.data import default_collate
 
 from hybridloader import DataLoader, Fork, Memory, Pipeline, Spawn, Threads, WorkerDied
@@ -30,8 +29,6 @@ FRESH = pytest.mark.full  # a fresh worker takes and sends as a forked one does
 
 PAIRS = [
     pytest.param(Fork(), Fork(), id="fork-fork"),
-    pytest.param(NamedFork(), NamedFork(), id="named-named"),
-    pytest.param(NamedFork(), Fork(), id="named-fork"),
     pytest.param(Threads(), Fork(), id="threads-fork"),
     pytest.param(NO_ROOM, NO_ROOM, id="no room"),
     pytest.param(Fork(), Spawn(), id="fork-spawn", marks=FRESH),
@@ -134,7 +131,7 @@ def test_tasks_of_any_sizes_that_are_under_way_together_do_not_mix_up(tasks: lis
         same(value, found)
 
 
-@pytest.mark.parametrize("backend", [Threads(), Fork(), NamedFork()], ids=repr)
+@pytest.mark.parametrize("backend", [Threads(), Fork()], ids=repr)
 @pytest.mark.parametrize("collate", [default_collate, list])
 def test_every_tensor_of_a_batch_begins_at_a_cache_line_as_with_torch(
     backend: Any, collate: Any
@@ -149,8 +146,7 @@ def test_every_tensor_of_a_batch_begins_at_a_cache_line_as_with_torch(
             assert {key: t.data_ptr() % 64 for key, t in sample.items() if t.data_ptr() % 64} == {}
 
 
-@pytest.mark.parametrize("backend", [Fork(), NamedFork()], ids=repr)
-def test_results_go_from_process_to_process_unopened(backend: Any, tmp_path: Path) -> None:
+def test_results_go_from_process_to_process_unopened(tmp_path: Path) -> None:
     class Noted:
         """Leaves a mark of each process that loads it."""
 
@@ -164,7 +160,7 @@ def test_results_go_from_process_to_process_unopened(backend: Any, tmp_path: Pat
     def number(noted: Noted) -> tuple[int, int]:
         return noted.number, os.getpid()
 
-    numbers, pids = zip(*stages(range(6), (Noted, backend), (number, backend)), strict=True)
+    numbers, pids = zip(*stages(range(6), (Noted, Fork()), (number, Fork())), strict=True)
     assert numbers == tuple(range(6))
     assert {file.name for file in tmp_path.iterdir()} == {str(pid) for pid in pids}
 
@@ -246,12 +242,9 @@ def test_a_worker_that_keeps_all_is_given_copies_and_its_parent_warns_once(
     assert "Memory(limit=...)" in told
 
 
-@pytest.mark.parametrize("backend", [Fork, NamedFork])
-def test_slots_of_two_stages_are_used_again_so_hundreds_of_items_stay_within_the_limit(
-    backend: Any,
-) -> None:
+def test_slots_of_two_stages_are_used_again_so_hundreds_of_items_stay_within_the_limit() -> None:
     """A slot that is not given back would end in a warning, which is an error here."""
-    limited = backend(memory=Memory(limit=96 * LARGE))
+    limited = Fork(memory=Memory(limit=96 * LARGE))
     sizes = [LARGE, LARGE + 4096, LARGE + 8192]
 
     def made(number: int) -> np.ndarray:
@@ -294,10 +287,9 @@ def _refuse(more: Any) -> None:
     raise LookupError("this can't be loaded")
 
 
-@pytest.mark.parametrize("backend", [Fork, NamedFork])
-def test_a_task_that_can_not_be_loaded_fails_alone_and_gives_its_slots_back(backend: Any) -> None:
+def test_a_task_that_can_not_be_loaded_fails_alone_and_gives_its_slots_back() -> None:
     items = [Poison(filled(3)) if k % 2 else filled(2) for k in range(40)]
-    limited = backend(memory=Memory(limit=16 * LARGE))
+    limited = Fork(memory=Memory(limit=16 * LARGE))
     with stages(items, (np.sum, limited), prefetch=2).run() as run:
         for _ in range(20):
             assert next(run) == 2 * LARGE

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import bare_platform
 from support.platforms import posix
-from support.process_backends import NamedFork
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, Fork, Inline, Memory, Spawn, Threads
@@ -188,7 +188,6 @@ def backends(limit: int, *kinds: str) -> list[Any]:
         "caller": (Inline(memory=tiny), 0),
         "threads": (Threads(memory=tiny), 2),
         "fork": (Fork(memory=tiny), 2),
-        "named": (NamedFork(memory=tiny), 2),
         "spawn": (Spawn(memory=tiny), 1),
     }
     return [pytest.param(*ways[kind], id=kind) for kind in kinds or ways]
@@ -251,7 +250,7 @@ def test_a_batch_larger_than_the_limit_arrives_with_one_warning(backend: Any, wo
     assert "limit of 1 bytes" in told[0]
 
 
-@pytest.mark.parametrize(("backend", "workers"), backends(60_000_000, "threads", "fork", "named"))
+@pytest.mark.parametrize(("backend", "workers"), backends(60_000_000, "threads", "fork"))
 def test_samples_whose_sizes_change_from_batch_to_batch_arrive_right(
     backend: Any, workers: int
 ) -> None:
@@ -261,12 +260,12 @@ def test_samples_whose_sizes_change_from_batch_to_batch_arrive_right(
 
 
 def test_without_descriptors_to_send_fresh_processes_use_named_slots(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(system, "UNIX_SOCKETS", False)
     sizes = [200] * 12
     loader = DataLoader(Sized(sizes), 2, num_workers=1, backend="spawn")
-    assert run(loader, keep=True, sizes=sizes) == []
+    with bare_platform.lacking("without sockets", tmp_path):
+        assert run(loader, keep=True, sizes=sizes) == []
 
 
 def test_a_warning_that_is_an_error_loses_no_batch() -> None:

@@ -159,10 +159,10 @@ def test_where_there_is_no_memory_for_several_slots_there_may_be_for_one(
 ) -> None:
     make = segments.make
 
-    def make_small(size: int, *, nameless: bool) -> Any:
+    def make_small(size: int) -> Any:
         if size > 50_000:
             raise OSError(28, "No space left on device")
-        return make(size, nameless=nameless)
+        return make(size)
 
     monkeypatch.setattr(segments, "make", make_small)
     pair = Pair()

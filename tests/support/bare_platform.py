@@ -13,11 +13,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    import pytest
+from typing import Any, NamedTuple
 
 
 class Lacks(NamedTuple):
@@ -78,7 +76,24 @@ UNIMPORTABLE = (
 )
 """Further modules whose import fails on Windows. This system needs them to start a process."""
 
-PLATFORMS = {"macos": MACOS, "windows": WINDOWS}
+WITHOUT_SOCKETS = Lacks({}, (), {"UNIX_SOCKETS": False})
+"""Connections between processes carry no descriptors, so slots have names."""
+
+PLATFORMS = {"macos": MACOS, "windows": WINDOWS, "without sockets": WITHOUT_SOCKETS}
+
+
+class Section(shared_memory.SharedMemory):
+    """Named memory whose name goes when another process opens it, and at no end of a process.
+
+    On Windows the memory is gone with the last process that has it open.
+    """
+
+    def __init__(self, name: str | None = None, create: bool = False, size: int = 0) -> None:
+        super().__init__(name, create, size)
+        path = f"/{self.name}"
+        resource_tracker.unregister(path, "shared_memory")
+        if not create:
+            importlib.import_module("_posixshmem").shm_unlink(path)
 
 
 def switch_off(
@@ -96,6 +111,10 @@ def switch_off(
     for name in lacks.modules:
         put(sys.modules, name, None)
     system.module.cache_clear()
+    if os.name == "posix" and not system.UNIX_SOCKETS:
+        put(shared_memory, "SharedMemory", Section)
+    if "PROC" not in lacks.features:
+        return
     for owner, name in (
         (builtins, "open"),
         (io, "open"),
@@ -122,13 +141,6 @@ def lacking(platform: str, folder: Path) -> Iterator[None]:
         switch_off(platform, patch.delattr, put)
         yield
     system.module.cache_clear()
-
-
-def without_sockets(patch: pytest.MonkeyPatch) -> None:
-    """Take away the sockets between processes alone: connections carry no descriptors."""
-    from hybridloader._support import system
-
-    patch.setattr(system, "UNIX_SOCKETS", False)
 
 
 def without_proc(function: Any) -> Any:

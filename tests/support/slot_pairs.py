@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from hybridloader.backends.process.backend import nameless_slots
 from hybridloader.memory import segments, shared_slots, slots
 from hybridloader.memory.packing import tensor_over
 from hybridloader.memory.shared_slots import SlotMap, SlotReader, SlotWriter
@@ -23,8 +22,8 @@ def descriptors() -> int:
 
 
 def writer_and_reader(limit: int = LARGE, hold: int = LARGE) -> tuple[SlotWriter, SlotReader]:
-    """Return both sides of one worker's slots, which have names where this platform needs them."""
-    return SlotWriter(limit, nameless_slots()), SlotReader(hold)
+    """Return both sides of one worker's slots."""
+    return SlotWriter(limit), SlotReader(hold)
 
 
 class Pair:
