@@ -11,7 +11,6 @@ from torch import nn
 from train_photos import Photos, layer
 
 from hybridloader import DataLoader
-from hybridloader.observe import compare
 
 
 class FarAway(Photos):
@@ -116,4 +115,5 @@ if __name__ == "__main__":
         sys.argv.append(prepare())
     for name, slow, cured in cases(sys.argv[1]):
         print(f"{name}: {slow.verdict}")
-        print(f"  {compare(slow, cured).summary}")
+        faster = slow.seconds / cured.seconds
+        print(f"  The cured epoch took {faster:.2f} times less: {cured.verdict}")

@@ -271,7 +271,6 @@ class LoaderObservation(Observation):
         if workers:
             options["persistent_workers"] = bool(plan.persistent_workers)
         self.stage = self.measures(STAGE, number, plan.backend, fetch, workers, window, options)
-        self._batch_size = plan.batch_size
         # All the other mutable state, of the present epoch:
         self._running: weakref.ref[Stage] | None = None
         self._sampler: SourceTimes | None = None
@@ -334,7 +333,7 @@ class LoaderObservation(Observation):
             name, queue, waits, began = pin
             ended = max(loop.ended, began)
             stages.append(record_of_relay(name, queue, began, ended, waits=[waits]))
-        return self._stats_of(tuple(stages), self._batch_size, self.stage.stores)
+        return self._stats_of(tuple(stages), self.stage.stores)
 
     def _row_of_stage(self, loop: LoopRecord, queued: int, asking: float) -> StageRecord:
         """Return the row of the stage; `asking` are the seconds that the sampler took."""

@@ -11,9 +11,7 @@ if TYPE_CHECKING:
     from hybridloader.observe.figures import StageStats as StageStats
     from hybridloader.observe.headroom_trials import Headroom as Headroom
     from hybridloader.observe.headroom_trials import headroom as headroom
-    from hybridloader.observe.stats import Comparison as Comparison
     from hybridloader.observe.stats import Stats as Stats
-    from hybridloader.observe.stats import compare as compare
     from hybridloader.observe.tracing import trace as trace
     from hybridloader.observe.verdict import Verdict as Verdict
 
@@ -23,7 +21,7 @@ __getattr__, __dir__, __all__ = lazily(
         "headroom_trials": "Headroom headroom",
         ".fetching.on_error": "Skipped",
         "figures": "StageStats",
-        "stats": "Comparison Stats compare",
+        "stats": "Stats",
         "tracing": "trace",
         "verdict": "Verdict",
     },

@@ -219,7 +219,6 @@ class Recording:
     cores: CoreUse | None = None
     switch_interval: float = 0.005
     """Seconds after which a waiting thread requests the GIL; infinite in a free-threaded Python."""
-    batch_size: int | None = None  # samples per item; None if unknown
     stores: tuple[StoreUse, ...] = ()  # use of object stores, by their names
 
 

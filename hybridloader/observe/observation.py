@@ -229,16 +229,13 @@ class Observation(ABC):
         """Return the statistics until now."""
 
     def _stats_of(
-        self,
-        stages: tuple[StageRecord, ...],
-        batch_size: int | None = None,
-        reported: Iterable[StoreUse] = (),
+        self, stages: tuple[StageRecord, ...], reported: Iterable[StoreUse] = ()
     ) -> Stats:
         """Return the statistics of `stages`, and of stores, with the use `reported` by workers."""
         processes = sum(stage.cpu or 0.0 for stage in stages if not stage.in_process)
         loop, cores = self.loop.record(), self.loop.cores.use(processes)
         stores = together((*uses_since(self._stores), *reported))
-        return stats_of(Recording(stages, loop, cores, turn_at_gil(), batch_size, stores))
+        return stats_of(Recording(stages, loop, cores, turn_at_gil(), stores))
 
     # -- what is observed ----------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class RunObservation(Observation):
         rows = tuple(_rows(executor, self.loop))
         running = (stage.measures for stage in executor.stages.values())
         reported = (use for measures in running if measures is not None for use in measures.stores)
-        return self._stats_of(rows, reported=reported)
+        return self._stats_of(rows, reported)
 
 
 def _rows(executor: Executor, loop: LoopWaits) -> Iterator[StageRecord]:

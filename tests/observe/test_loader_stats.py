@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 import torch.utils.data
 
-import hybridloader
 from hybridloader import DataLoader, Pipeline, StatefulDataLoader
-from hybridloader.observe import StageStats, Stats, compare
+from hybridloader.observe import StageStats, Stats
 
 MOMENT = 0.002
 BATCHES, SIZE = 12, 4
@@ -235,17 +234,6 @@ def test_all_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stats.print()
     assert capsys.readouterr().out == f"{stats}\n"
     assert stats._repr_html_().startswith("<table>")
-    other = made(backend="threads", num_workers=4)
-    list(other)
-    comparison = hybridloader.observe.compare(stats, other.stats())
-    assert comparison.speedup is not None
-    assert "samples a second" in str(comparison)
-    assert json.loads(json.dumps(comparison.to_dict()))["changes"]
-    assert comparison._repr_html_().startswith("<table>")
-    comparison.print()
-    assert "DataLoader: busy a sample" in capsys.readouterr().out
-    with pytest.raises(TypeError, match="results of stats"):
-        compare(stats, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("_fonts_open")
@@ -286,5 +274,3 @@ def test_without_a_batch_all_forms_say_so() -> None:
         assert json.loads(json.dumps(stats.to_dict()))["items"] == 0
         assert stats._repr_html_().startswith("<table>")
         assert "0 items" in str(stats)
-        assert compare(stats, stats).speedup is None
-        assert str(compare(stats, stats))

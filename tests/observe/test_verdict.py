@@ -42,7 +42,7 @@ from support.recordings import (
     within,
 )
 
-from hybridloader.observe import Stats, compare
+from hybridloader.observe import Stats
 
 FULL_OF_OTHERS = CoreUse(2.0, 2.0, 0.6)
 FULL_OF_OURS = CoreUse(2.0, 2.0, 1.9)
@@ -557,19 +557,6 @@ def test_threads_that_hold_the_gil_compute_for_most_of_the_time_that_a_core_is_t
         gil_waits=(5e-3,) * 4,
     )
     assert kind_of(made)[0] == kind
-
-
-def test_batches_of_other_sizes_are_compared_by_their_samples() -> None:
-    few = stats_of(replace(recording(stage(items=200)), batch_size=8))
-    many = stats_of(replace(recording(stage(items=200)), batch_size=32))
-    found = compare(few, many)
-    assert found.speedup == pytest.approx(4.0)
-    assert "4.00 times as many samples a second" in found.summary
-    by_name = {change.name: change for change in found.changes}
-    assert by_name["map(f): busy a sample"].ratio == pytest.approx(0.25)
-    unknown = compare(few, replace(many, batch_size=None))
-    assert unknown.speedup == pytest.approx(1.0)
-    assert "as many items a second" in unknown.summary
 
 
 # -- attribution of waits to stages, for any spans ---------------------------------------------------
