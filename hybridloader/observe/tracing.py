@@ -116,7 +116,7 @@ class Trace(ProgramBlock):
 
     def __init__(self, path: str | os.PathLike[str], max_events: int = EVENTS) -> None:
         super().__init__()
-        self.path = check_path(path)
+        self.path = _check_path(path)
         # All the mutable state:
         self._events: deque[Event] = deque(maxlen=whole("max_events", max_events, 1))
         self._added, self._threads = itertools.count(), itertools.count()
@@ -139,7 +139,8 @@ class Trace(ProgramBlock):
                 f"a trace to {other.path!r} runs already and records all loaders; end it first"
             )
         # Absolute, as the program may change its folder.
-        self.path = os.path.abspath(check_path(self.path, writable=True))
+        self.path = os.path.abspath(self.path)
+        _check_writable(self.path)
         self._processes[self._owner] = "your program"
         self._base = _unix_of_zero()
 
@@ -148,7 +149,7 @@ class Trace(ProgramBlock):
             self.instant(type(error).__name__, message=brief(error))
         self._over = True
         try:
-            write(self.path, self._as_json())
+            _write(self.path, self._as_json())
         except Exception as failed:
             if error is None:
                 raise
@@ -451,27 +452,25 @@ def _meta(kind: str, pid: int, tid: int, **details: Any) -> dict[str, Any]:
 _ENDINGS = (".json", ".json.gz")
 
 
-def check_path(path: str | os.PathLike[str], *, writable: bool = False) -> str:
-    """Return the path of a trace as text.
-
-    Raises `ValueError` if its extension is not that of a trace, and `OSError` if it must be `writable`
-    and is not.
-    """
+def _check_path(path: str | os.PathLike[str]) -> str:
+    """Return the path of a trace as text. Raises `ValueError` if it has another extension."""
     text = os.fspath(path)
     if not isinstance(text, str) or not text.endswith(_ENDINGS):
         raise ValueError(f"the path of a trace must end in .json or .json.gz, not be {path!r}")
-    if writable:
-        there = os.path.exists(text)
-        try:
-            open(text, "ab").close()
-        except OSError as error:
-            message = f"the trace can't be written: {error.strerror}"
-            raise type(error)(error.errno, message, text) from None
-        if not there:
-            os.remove(text)
     return text
 
 
-def write(path: str, trace: dict[str, Any]) -> None:
+def _check_writable(path: str) -> None:
+    there = os.path.exists(path)
+    try:
+        open(path, "ab").close()
+    except OSError as error:
+        message = f"the trace can't be written: {error.strerror}"
+        raise type(error)(error.errno, message, path) from None
+    if not there:
+        os.remove(path)
+
+
+def _write(path: str, trace: dict[str, Any]) -> None:
     data = json.dumps(trace, separators=(",", ":"), default=str).encode()
     Path(path).write_bytes(gzip.compress(data, 6) if path.endswith(".gz") else data)

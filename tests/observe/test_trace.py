@@ -1,4 +1,4 @@
-"""Traces of loaders and pipelines: events, tracks, and refusals."""
+"""Traces of loaders and pipelines: events, tracks and refusals."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from support.fake_accelerator import FakeAccelerator
 from support.platforms import needs_fork
 from support.recordings import Event, chrome_events
 from support.traces import ReadTrace
+from torch.profiler import ProfilerActivity, profile
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, Skip
@@ -233,7 +234,7 @@ def test_a_loader_within_a_worker_is_not_in_the_trace(path: Path) -> None:
     assert len(trace.named("next()")) == 3
 
 
-# -- pipelines ------------------------------ ------------------------------------------------------
+# -- pipelines, and torch.profiler ------------ ------------------------------------------------------
 
 
 def busy(item: Any) -> Any:
@@ -295,6 +296,16 @@ def test_epochs_of_a_pipeline_go_on_on_the_same_tracks(tmp_path: Path) -> None:
             list(run)
     trace = ReadTrace(tmp_path / "run.json")
     assert list(trace.tracks.values()).count("map(decode) worker 0") == 1
+
+
+def test_torchs_profiler_has_each_next_as_of_torchs_loader(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        list(DataLoader(Work(4), 2, num_workers=1, backend="threads"))
+    names = [event.name for event in profiler.events()]
+    assert names.count("enumerate(DataLoader)#LoaderIterator.__next__") == 3
+    capfd.readouterr()  # its notes
 
 
 # -- Chrome's form: slices that nest in seconds nest in whole nanoseconds ----------------------------
