@@ -153,10 +153,6 @@ def _add_run(commands: Any) -> None:
             "record a trace, .json or .json.gz; several ranks: 'run-$RANK.json'",
         ),
         ("--headroom", None, None, "measure the largest possible speedup, on a few batches"),
-    )
-    _add_options(
-        run.add_mutually_exclusive_group(),
-        ("--watch", None, None, "write rate, stall and verdict of each loader every 10 seconds"),
         ("--stats", None, None, "write the statistics and the verdict of each loader at the end"),
     )
     run.add_argument(
@@ -298,10 +294,10 @@ def _run(arguments: argparse.Namespace) -> str | None:
             from hybridloader.observe.headroom_trials import Reuse
 
             around.enter_context(Reuse())
-        if arguments.watch or arguments.stats:
-            from hybridloader.observe.observation import Watch
+        if arguments.stats:
+            from hybridloader.observe.observation import Tables
 
-            around.enter_context(Watch(every=10.0 if arguments.watch else None))
+            around.enter_context(Tables())
         script.run(program, arguments.arguments)
     return None
 

@@ -1,11 +1,12 @@
-"""Observation of one loader or pipeline, which feeds statistics, traces, watches and reports.
+"""Observation of one loader or pipeline, which feeds statistics, traces, tables and reports.
 
-An iterator makes one only if `observe` asks for it or a trace or a watch runs at that time. Without one
+An iterator makes one only if `observe` asks for it or a trace or `Tables` run at that time. Without one
 no clock is read, no worker has a meter, and no stage has an observer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import sys
@@ -82,141 +83,82 @@ def check_observe(value: bool | Observe) -> None:
 
 
 def is_observed(observe: bool | Observe) -> bool:
-    """Return True if an iterator that is made now is observed: by its user, a trace or a watch."""
-    return bool(observe) or Trace.running() is not None or Watch.running() is not None
+    """Return True if an iterator that is made now is observed: by its user, a trace or tables."""
+    return bool(observe) or Trace.running() is not None or Tables.running() is not None
 
 
-# -- a watch: a separate thread writes the statistics of each loader with new batches, so the path of a
-# batch has no part of it
+SHOWN = 12  # maximum number of loaders in the tables of a program, the latest ones
 
 
-SHOWN = 12  # maximum number of loaders to show, the latest ones
+class _Seen:
+    """Loader or pipeline with a table, and the statistics of its latest epoch."""
 
-
-class _Watched:
-    """Epoch of a loader or pipeline that is watched; `stats` returns None once it is gone."""
-
-    def __init__(self, name: str, stats: Callable[[], Stats | None]) -> None:
+    def __init__(self, name: str, stats: Callable[[], Stats]) -> None:
         self.name, self.stats = name, stats
-        self._latest: Stats | None = None
-        self._rate = 0.0
-        self._written = 0  # items of the latest line
+        self.latest: Stats | None = None
 
     def look(self) -> None:
         """Remember the statistics as of now."""
-        try:
-            stats, before = self.stats(), self._latest
-        except Exception:  # another thread began an epoch meanwhile: the next look sees it
-            return
-        if stats is None:
-            return
-        self._latest = stats
-        items, passed = stats.items, stats.seconds
-        if before is not None and before.seconds < passed and before.items <= items:
-            items, passed = items - before.items, passed - before.seconds
-        elif before is not None and before.seconds == passed:
-            return  # the epoch is over: keep its rate
-        self._rate = items / passed if passed > 0 else 0.0
-
-    def line(self) -> str | None:
-        """Return a line of text; None without a new batch since the previous one."""
-        stats = self._latest
-        if stats is None or stats.items == self._written:
-            return None
-        self._written = stats.items
-        loads = ", ".join(
-            f"{stage.name} {stage.load:.0%}{' <' if stage.name == stats.verdict.stage else ''}"
-            for stage in stats.stages[:-1]  # the last is the loop
-        )
-        return (
-            f"hybridloader: {self.name}: {stats.items:,} batches, {self._rate:,.1f}/s, "
-            f"stall {stats.stall.share:.0%} ({loads}). {stats.verdict}"
-        )
-
-    def table(self) -> str | None:
-        """Return the statistics of the latest epoch; None without one."""
-        return None if self._latest is None else f"hybridloader: {self.name}:\n{self._latest}"
+        # The run of a pipeline is gone, or another thread begins an epoch.
+        with contextlib.suppress(Exception):
+            self.latest = self.stats()
 
 
-class Watch(ProgramBlock):
-    """Watch of all loaders and pipelines whose iterators are made while it runs; for one use.
+class Tables(ProgramBlock):
+    """Tables of all loaders and pipelines whose iterators are made while it runs; for one use.
 
-    Every `every` seconds, and at the end, it writes a line for each to `stream`, by default standard
-    error. With None it writes only at the end, the table of statistics of each.
+    Its end writes them to `stream`, by default standard error.
     """
 
-    def __init__(self, stream: TextIO | None = None, every: float | None = 10.0) -> None:
+    def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__()
-        self._every = every
         self._stream = sys.stderr if stream is None else stream
-        self._lock, self._over = threading.RLock(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hybridloader-watch", daemon=True)
+        self._lock = threading.RLock()
         # All the mutable state, under that lock:
-        self._watched: dict[Hashable, _Watched] = {}
+        self._seen: dict[Hashable, _Seen] = {}
         self._numbers: dict[str, int] = {}
 
-    def _begin(self) -> None:
-        if self._every is not None:
-            self._thread.start()
-
-    def _end(self, error: BaseException | None) -> None:
-        self._over.set()
-        if self._every is not None:
-            self._thread.join()
-        try:
-            self._write()
-        except (OSError, ValueError):  # the terminal is gone
-            if error is None:
-                raise
-
-    def see(self, name: str, key: Hashable, stats: Callable[[], Stats | None]) -> None:
-        """Watch the result of `stats`, in place of an earlier entry with this `key`."""
+    def see(self, name: str, key: Hashable, stats: Callable[[], Stats]) -> None:
+        """Have a table of the result of `stats`, in place of an earlier one with this `key`."""
         with self._lock:
-            before = self._watched.pop(key, None)
+            before = self._seen.pop(key, None)
             if before is None:
                 number = self._numbers[name] = self._numbers.get(name, 0) + 1
             name = numbered(name, number) if before is None else before.name
-            self._watched[key] = _Watched(name, stats)  # at the end: the latest
-            if len(self._watched) > SHOWN:
-                del self._watched[next(iter(self._watched))]
+            self._seen[key] = _Seen(name, stats)  # at the end: the latest
+            if len(self._seen) > SHOWN:
+                del self._seen[next(iter(self._seen))]
 
     def look(self, key: Hashable) -> None:
         """Remember the statistics of `key` before it is closed."""
         with self._lock:
-            watched = self._watched.get(key)
-            if watched is not None:
-                watched.look()
+            seen = self._seen.get(key)
+            if seen is not None:
+                seen.look()
 
-    def lines(self) -> list[str]:
-        """Return a line, or the table, for each loader with new batches."""
+    def _end(self, error: BaseException | None) -> None:
         with self._lock:
-            for watched in self._watched.values():
-                watched.look()
-            tables = self._every is None
-            lines = [one.table() if tables else one.line() for one in self._watched.values()]
-        return [line for line in lines if line is not None]
-
-    def _write(self) -> None:
-        self._stream.write("".join(f"{line}\n" for line in self.lines()))
-        self._stream.flush()
-
-    def _run(self) -> None:
-        while not self._over.wait(self._every):
-            try:
-                self._write()
-            except (OSError, ValueError):  # the terminal is gone
-                return
+            seen = [*self._seen.values()]
+        for one in seen:
+            one.look()
+        tables = (f"hybridloader: {one.name}:\n{one.latest}\n" for one in seen if one.latest)
+        try:
+            self._stream.write("".join(tables))
+            self._stream.flush()
+        except (OSError, ValueError):  # the terminal is gone
+            if error is None:
+                raise
 
 
 class Observation(ABC):
     """Observation of one iterator, or of one pipeline's epochs. `stats` is for any thread.
 
-    A watch shows it as `name` and recognizes it by `key`. It refers to no iterator and no worker.
+    Tables show it as `name` and recognize it by `key`. It refers to no iterator and no worker.
     """
 
     def __init__(self, observe: bool | Observe, name: str, key: Hashable) -> None:
         self._policy = observe if isinstance(observe, Observe) else None
-        self.trace, self._watch = Trace.running(), Watch.running()
+        self.trace, self._tables = Trace.running(), Tables.running()
         self._name, self._key = name, key
         # All the mutable state:
         self._warned = False
@@ -271,8 +213,8 @@ class Observation(ABC):
 
     def begin(self) -> None:
         """Begin an epoch of `loop`; `stats` may be asked for from now on."""
-        if self._watch is not None:
-            self._watch.see(self._name, self._key, self.stats)
+        if self._tables is not None:
+            self._tables.see(self._name, self._key, self.stats)
         if self._policy is not None:
             self.loop.due = perf_counter() + self._policy.every
 
@@ -299,8 +241,8 @@ class Observation(ABC):
 
         Any thread may call it for an epoch that is left. A finished epoch is reported once more.
         """
-        if self._watch is not None:
-            self._watch.look(self._key)
+        if self._tables is not None:
+            self._tables.look(self._key)
         if finished and self.loop.due < math.inf:
             try:
                 self.due()

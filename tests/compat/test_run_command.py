@@ -194,7 +194,6 @@ def test_its_loaders_run_on_the_backend(
         (["-m", "..x"], "Relative module names not supported"),
         (["."], "there is no __main__.py in '.'"),
         ([], "the following arguments are required: SCRIPT"),
-        (["--watch", "--stats", __file__], "argument --stats: not allowed with argument --watch"),
         (["--backend", "thread", __file__], "'thread'; did you mean 'threads'? there are: inline "),
         (["--on-error", "ignore", __file__], 'on_error must be "raise", "skip"'),
         (["--task-timeout", "soon", __file__], "invalid float value: 'soon'"),

@@ -45,19 +45,14 @@ def run(folder: Path, *options: str) -> list[str]:
     return lines
 
 
-def test_a_line_of_watch_and_a_trace(tmp_path: Path) -> None:
-    (line,) = run(tmp_path, "--watch", "--trace", "run-$RANK.json.gz")
-    assert line.startswith("hybridloader: DataLoader: 50 batches, ")
-    trace = ReadTrace(tmp_path / "run-3.json.gz")
-    assert trace.named("next()")
-    assert trace.named("task")
-
-
-def test_statistics_and_the_headroom(tmp_path: Path) -> None:
-    first, header, *rows = run(tmp_path, "--stats", "--headroom")
+def test_statistics_the_headroom_and_a_trace(tmp_path: Path) -> None:
+    first, header, *rows = run(tmp_path, "--stats", "--headroom", "--trace", "run-$RANK.json.gz")
     assert first == "hybridloader: DataLoader:"
     assert header.split()[:4] == ["stage", "where", "items", "busy"]
     assert any("times as fast if loading cost nothing" in row for row in rows)
+    trace = ReadTrace(tmp_path / "run-3.json.gz")
+    assert trace.named("next()")
+    assert trace.named("task")
 
 
 @pytest.mark.parametrize(("file", "says"), [("none/run.json", "can't be written"), ("a", ".json")])
