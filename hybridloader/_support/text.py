@@ -79,10 +79,6 @@ class Shown:
         lines = [line for rows in self._tables() for line in table(rows, self._left)]
         return "\n".join([*lines, *self._lines()])
 
-    def print(self) -> None:
-        """Print it."""
-        print(self)
-
     def _repr_html_(self) -> str:
         from html import escape  # whose tables of entities no worker needs
 

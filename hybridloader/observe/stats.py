@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -89,39 +87,6 @@ class Stats(Shown):
             "stores": [asdict(use) for use in self.stores],
             "faults": asdict(self.faults),
         }
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the time of each stage, and the stall by stage, to a PNG or SVG file.
-
-        Raises
-        ------
-        ImportError
-            matplotlib is not installed; `pip install matplotlib` installs it.
-        """
-        try:
-            # Not pyplot, which would pick a display and keep every figure.
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "plot() needs matplotlib; install it with: pip install matplotlib"
-            ) from error
-        names = [stage.name for stage in self.stages]
-        figure = Figure(figsize=(9, 1.9 + 0.45 * len(names)), layout="constrained")
-        times, waits = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
-        rows = [[getattr(stage, cause) for cause in _CAUSES] for stage in self.stages]
-        shares = [[100 * part / (sum(row) or 1.0) for part in row] for row in rows]
-        colors = "#4c72b0", "#dddddd", "#dd8452", "#999999"
-        for at, (cause, color) in enumerate(zip(_CAUSES, colors, strict=True)):
-            left = [sum(row[:at]) for row in shares]
-            times.barh(names, [row[at] for row in shares], left=left, color=color, label=cause)
-        times.invert_yaxis()
-        times.set_xlabel("% of the workers' time")
-        times.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-        marked = ["#c44e52" if name == self.verdict.stage else "#e0a0a2" for name in names]
-        waits.barh(names, [stage.stall for stage in self.stages], color=marked)
-        waits.set_xlabel("s that your loop waited for it")
-        figure.suptitle("\n".join(textwrap.wrap(str(self.verdict), 110)), fontsize=9)
-        figure.savefig(path)
 
     def _tables(self) -> list[list[list[str]]]:
         return [self._rows(), *([self._rows_of_stores()] if self.stores else [])]

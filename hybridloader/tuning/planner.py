@@ -11,8 +11,8 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 # -- Plans of workers, costs of stages, and the limits that no plan exceeds.
 #
@@ -120,11 +120,6 @@ class Costs:
         if self.computing <= COMPUTES and not (holds and self.computing > 0.5):
             return "mixed"
         return "holds-gil" if holds else "releases-gil"
-
-    def to_dict(self) -> dict[str, Any]:
-        found = asdict(self) | {"kind": self.kind}
-        del found["load"]  # of one trial
-        return found
 
 
 TINY = 100e-6  # seconds of a result below which handing it to a worker costs as much
@@ -268,15 +263,6 @@ class Trial:
         deviation = statistics.median(abs(rate - self.rate) for rate in self.rates)
         # 1.4826: deviation of a normal distribution; 1.2533: error of a median against a mean.
         return 1.4826 * 1.2533 * deviation / math.sqrt(len(self.rates)) / self.rate
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "plan": [place._asdict() for place in self.plan],
-            "rate": self.rate,
-            "noise": self.noise,
-            "rates": list(self.rates),
-            "error": self.error,
-        }
 
 
 @dataclass

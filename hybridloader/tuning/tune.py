@@ -86,19 +86,6 @@ class Tuning(Shown):
         """Reason of the choice, as a sentence or two."""
         return self._search.reason()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as a dict of JSON types."""
-        same = ("rate", "before", "target", "keeps_up", "seconds", "interrupted", "reason", "code")
-        return {name: getattr(self, name) for name in same} | {
-            "trials": [trial.to_dict() for trial in self.trials],
-            "plan": [place._asdict() for place in self.plan],
-            "stages": [stage.name for stage in self._search.stages],
-            "costs": [cost and cost.to_dict() for cost in self._search.costs],
-            "cores": self.limits.cores,
-            "memory": self.limits.memory,
-            "refused": dict(self.limits.refused),
-        }
-
     def _tables(self) -> list[list[list[str]]]:
         rows = [["plan", f"{self._subject.unit}/s", "+-", "", ""]]
         best = self._search.best

@@ -11,7 +11,6 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,30 +224,13 @@ def test_statistics_of_a_run_go_on_over_epochs_and_begin_at_a_state() -> None:
         assert run.stats().items == 1
 
 
-def test_all_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_forms() -> None:
     loader = made(backend="threads", num_workers=2)
     list(loader)
     stats = loader.stats()
     assert pickle.loads(pickle.dumps(stats)) == stats
     assert json.loads(json.dumps(stats.to_dict()))["verdict"]["cause"] == stats.verdict.cause
-    stats.print()
-    assert capsys.readouterr().out == f"{stats}\n"
     assert stats._repr_html_().startswith("<table>")
-
-
-@pytest.mark.usefixtures("_fonts_open")
-def test_plots(tmp_path: Path) -> None:
-    loader = small(observe=True)
-    list(loader)
-    for name in ("a.png", "a.svg"):
-        loader.stats().plot(tmp_path / name)
-        assert (tmp_path / name).stat().st_size > 1000
-
-
-@pytest.fixture(scope="module")
-def _fonts_open(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Draw once, as matplotlib keeps the files of fonts open."""
-    small(observe=True).stats().plot(tmp_path_factory.mktemp("fonts") / "a.png")
 
 
 def without_a_batch() -> Iterator[Stats]:
