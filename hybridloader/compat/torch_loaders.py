@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support import system
-from hybridloader._support.text import warn, warn_once
+from hybridloader._support.text import short, warn, warn_once
 from hybridloader._support.torch_env import when_imported
-from hybridloader._support.user_objects import attribute, has
+from hybridloader._support.user_objects import attribute
 from hybridloader.engine.contract import get_backend
 from hybridloader.errors import BackendUnavailable, ForkUnsafe, WorkerPicklingError
 from hybridloader.loader.options import Options, in_keywords
@@ -58,8 +58,8 @@ def from_torch(
     """Convert a torch loader to an equal `hybridloader.DataLoader`, on a backend of your choice.
 
     Both loaders share the dataset, samplers, generator and functions. Attributes that were set on
-    `loader` after its construction are copied. An attribute with the name of a hybridloader option is
-    not copied and causes a warning. Iterators and persistent workers of `loader` stay with it.
+    `loader` after its construction are copied, but for those with the name of a hybridloader option.
+    Iterators and persistent workers of `loader` stay with it.
 
     Parameters
     ----------
@@ -95,17 +95,8 @@ def from_torch(
     made = DataLoader.__new__(DataLoader)
     # Not by the constructor: it would wrap a data pipe again, and refuses a batch sampler together with
     # that sampler's batch size.
-    # torch does not record whether the prefetch was passed.
-    known = {"_prefetch_chosen": True, **vars(loader)}
-    taken = sorted(vars(loader).keys() & {"backend", *Options._fields})
-    if taken:
-        warn(
-            f"this loader has attributes with names of options of hybridloader.DataLoader: "
-            f"{', '.join(taken)}; their values are not used. If they are meant as options, pass them to "
-            "from_torch()",
-            "attributes-not-used",
-        )
-    vars(made).update(known, **parsed._asdict(), backend=backend, _iterator=None)
+    made._prefetch_chosen = True  # torch does not record whether the prefetch was passed
+    vars(made).update(vars(loader), **parsed._asdict(), backend=backend, _iterator=None)
     made._plan().check()
     return made
 
@@ -122,15 +113,11 @@ def _refuse(loader: Any) -> None:
             f"this {kind.__name__} is a hybridloader.DataLoader already; set its attributes instead, as "
             "in loader.backend = 'threads'; the next iter(loader) uses them"
         )
-    if _is_fastais(loader):
-        raise TypeError(
-            "this is fastai's kind of loader, which can't be converted: its workers keep their position "
-            "on the loader itself (`it`, `offs`), which threads would overwrite for each other, and it "
-            "makes torch's private iterators itself. Make a hybridloader.DataLoader over its dataset, "
-            "with a collate_fn, or keep this loader"
-        )
     if not isinstance(loader, torch.utils.data.DataLoader):
-        raise TypeError(f"from_torch takes a torch.utils.data.DataLoader, {_instead(loader)}")
+        raise TypeError(
+            f"from_torch takes a torch.utils.data.DataLoader, not {short(loader)}; for a dataset, make "
+            "a hybridloader.DataLoader(dataset, ...)"
+        )
     known = torch.utils.data.DataLoader.__mro__
     own = {name for k in kind.__mro__ if k not in known for name in vars(k)}
     lost = sorted(own - _NOT_LOST)
@@ -140,32 +127,6 @@ def _refuse(loader: Any) -> None:
             f"{kind.__name__} is a subclass of torch's DataLoader that defines {shown}, which "
             f"a plain hybridloader.DataLoader would not have; {_way(kind, lost)}"
         )
-
-
-def _is_fastais(loader: Any) -> bool:
-    kinds = loader.__mro__ if isinstance(loader, type) else type(loader).__mro__
-    return any(k.__module__.partition(".")[0] == "fastai" for k in kinds) or (
-        has(loader, "fake_l") and has(loader, "create_batches")
-    )
-
-
-def _instead(given: Any) -> str:
-    from torch.utils.data import DataLoader
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    from hybridloader.pipeline.pipeline import Pipeline
-
-    if isinstance(given, type):
-        loader = "a loader of it" if issubclass(given, DataLoader) else "a torch DataLoader"
-        return f"not the class {given.__name__}; pass {loader}"
-    name = f"not a {type(given).__name__}"
-    if isinstance(given, _BaseDataLoaderIter):
-        return f"{name}; pass the loader, not an iterator over it"
-    if isinstance(given, Pipeline):
-        return f"{name}; a pipeline has a backend for each step, in map(..., backend=...)"
-    if hasattr(type(given), "__getitem__") or hasattr(type(given), "__iter__"):
-        return f"{name}; for a dataset, make a hybridloader.DataLoader(dataset, ...)"
-    return name
 
 
 def _way(kind: type, lost: list[str]) -> str:
