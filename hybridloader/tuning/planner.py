@@ -179,21 +179,21 @@ class Limits:
         return min(MOST_THREADS, max(2, math.ceil(OVERLAP * self.whole_cores / costs.computing)))
 
 
+MEMORY = 0.5  # share of this process's memory that a plan may take
+
+
 def limits_here(
-    cpus: float | None,  # at most; None: no other limit than affinity, quota and ranks
-    memory: int | float,  # a share of this process's memory (a float up to 1), or bytes (an int)
     start: Plan = (),  # plan of the user, whose backends are offered, too, unless they are not safe here
 ) -> Limits:
-    """Return the limits of this process: those given, within those of the machine and its ranks."""
+    """Return the limits of this process, within those of the machine and its ranks."""
     from hybridloader.memory.limits import Memory, ranks_here
     from hybridloader.observe.measures import share
 
-    own = share(ranks_here())
     offered, refused = _backends()
     safe = {place.backend for place in start if place.backend != "fork" or "fork" not in refused}
     return Limits(
-        own if cpus is None else min(own, cpus),
-        Memory(limit=memory).bytes(),
+        share(ranks_here()),
+        Memory(limit=MEMORY).bytes(),
         (*offered, *sorted(safe.difference(offered))),
         {name: why for name, why in refused.items() if name not in safe},
     )

@@ -129,8 +129,6 @@ def tune(
     loader_or_pipeline: Any,
     seconds: float = 20,
     step: Callable[[Any], object] | float | None = None,
-    cpus: float | None = None,
-    memory: int | float = 0.5,
 ) -> Tuning:
     """Measure which workers load fastest, or cheapest, and return the choice.
 
@@ -150,12 +148,6 @@ def tune(
         Your training step, called with real batches (it trains the model), or a number of batches (of
         items, for a pipeline) a second. The choice is then the cheapest plan that keeps up with it.
         None: the fastest plan, and the cheapest of those as fast.
-    cpus
-        Maximum number of CPUs to use. None: those of the affinity and the cgroup quota, divided by the
-        ranks on this machine.
-    memory
-        Memory for batches and worker processes: bytes (an int), or a share (a float) of the memory
-        available to this process, divided by the ranks.
 
     Returns
     -------
@@ -183,18 +175,13 @@ def tune(
     >>> tuning = tune(DataLoader(data, 100, num_workers=2), seconds=0.5)
     >>> loader = tuning.apply()
     """
-    check_seconds("tune: seconds", seconds)
-    if seconds <= 0:
-        raise ValueError(f"tune: seconds must be above 0, not {seconds!r}")
-    if cpus is not None and not cpus > 0:
-        raise ValueError(f"tune: cpus must be above 0, not {cpus!r}")
+    check_seconds("tune: seconds", seconds, above=True)
     if not (step is None or callable(step) or (isinstance(step, (int, float)) and step > 0)):
         raise TypeError(
             f"tune: step must be a function of a batch, or batches a second above 0, not {step!r}"
         )
     subject = subject_of(loader_or_pipeline)
-    limits = limits_here(cpus, memory, subject.start)
-    return Tuner(subject, limits, seconds, step).run()
+    return Tuner(subject, limits_here(subject.start), seconds, step).run()
 
 
 class Tuner:
@@ -343,13 +330,11 @@ class Tuner:
 
 SECONDS = 5.0  # limit of the measurement
 
-MEMORY = 0.5  # share of this process's memory that a plan may take
-
 
 def choose(loader: Any, auto: Auto) -> Tuning:
     """Measure, set the attributes of `loader` that are ``"auto"``, and report the choice in one line."""
     subject = LoaderSubject(loader, keep_threads=True)
-    limits = limits_here(None, MEMORY, () if auto.backend else subject.start)
+    limits = limits_here(() if auto.backend else subject.start)
     tuning = _chosen(tuner_of(subject, auto, limits), [""])
     tuning.apply()
     return tuning
@@ -358,9 +343,8 @@ def choose(loader: Any, auto: Auto) -> Tuning:
 def choose_for_pipeline(pipeline: Pipeline) -> Pipeline:
     """Return `pipeline` with measured workers for its steps with ``"auto"``; report them in a line."""
     subject = PipelineSubject(pipeline, only_auto=True)
-    limits = limits_here(None, MEMORY, subject.start)
     names = [f"{stage.name} on " for stage in subject.stages]
-    return subject.apply(_chosen(Tuner(subject, limits, SECONDS), names).plan)
+    return subject.apply(_chosen(Tuner(subject, limits_here(subject.start), SECONDS), names).plan)
 
 
 def _chosen(tuner: Tuner, names: Sequence[str]) -> Tuning:
