@@ -29,78 +29,23 @@ KEY = "_hybridloader_source"
 
 _INSTALL = 'accelerate is not installed. Install it with: pip install "accelerate>=1.15"'
 
-_MISSING = object()
+_Change = tuple[Any, str, Any]
+"""Owner of an attribute, its name and its new value."""
 
 
-class KeptLoaders:
-    """Result of `keep_loaders`. Its `undo`, or the end of a ``with`` block, undoes it."""
-
-    def undo(self) -> None:
-        """Undo the changes to accelerate, unless another call of `keep_loaders` needs them.
-
-        Further calls do nothing. Loaders that accelerate has prepared stay hybridloader's.
-
-        Raises
-        ------
-        RuntimeError
-            Other code has changed the same attributes of accelerate since; nothing was undone.
-        """
-        if self not in _kept:
-            return
-        if len(_kept) == 1:
-            lost = [
-                f"{home.__name__}.{name}"
-                for home, name, value, _ in _changes
-                if vars(home).get(name, _MISSING) is not value
-            ]
-            if lost:
-                raise RuntimeError(
-                    f"{', '.join(lost)} was changed by other code after keep_loaders(); undo that "
-                    "first. Nothing was undone"
-                )
-            while _changes:
-                home, name, _, before = _changes.pop()
-                if before is _MISSING:
-                    delattr(home, name)
-                else:
-                    setattr(home, name, before)
-        _kept.remove(self)
-
-    def __enter__(self) -> KeptLoaders:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.undo()
-
-
-_kept: list[KeptLoaders] = []
-"""Results of `keep_loaders` that were not undone; the last one undoes the changes."""
-
-_Change = tuple[Any, str, Any, Any]
-"""Owner of an attribute, its name, its new value, and its previous one: `_MISSING` if it had none."""
-
-_changes: list[_Change] = []
-"""Changes made to accelerate, in order. Empty if there are none to undo."""
-
-
-def keep_loaders() -> KeptLoaders:
+def keep_loaders() -> None:
     """Have accelerate keep hybridloader's loaders, with all their options.
 
-    Call it once, at the beginning of the script, in each process that trains (`accelerate launch` runs
-    the script in each). From then on, `Accelerator.prepare`, `skip_first_batches` and a `Trainer` keep a
-    `hybridloader.DataLoader`. This holds for shards, for dispatch, and for iterable datasets.
+    Call it at the beginning of the script, in each process that trains (`accelerate launch` runs the
+    script in each). Further calls do nothing. From then on, `Accelerator.prepare`, `skip_first_batches`
+    and a `Trainer` keep a `hybridloader.DataLoader`. This holds for shards, for dispatch, and for
+    iterable datasets.
 
     With ``use_stateful_dataloader=True`` the loader saves and loads its state itself; torchdata's loader
     is not used. With ``seeding="sample"`` accelerate determines the epoch: it is the number of the
     epoch, or the argument of the prepared loader's `set_epoch`.
 
     A subclass is rebuilt as a plain `hybridloader.DataLoader`, since its constructor is unknown.
-
-    Returns
-    -------
-    KeptLoaders
-        Undo it with its `undo`, or use it as a context manager. Several calls are allowed; undoing the
-        last result ends the changes.
 
     Raises
     ------
@@ -122,52 +67,49 @@ def keep_loaders() -> KeptLoaders:
     >>> loader = DataLoader(data, num_workers=4, backend="threads")  # doctest: +SKIP
     >>> loader = Accelerator().prepare(loader)  # doctest: +SKIP
     """
-    if not _kept:
-        try:
-            accelerate = import_module("accelerate")
-            data_loader = import_module("accelerate.data_loader")
-        except ModuleNotFoundError as error:
-            if error.name is not None and error.name.split(".")[0] != "accelerate":
-                raise
-            raise ImportError(_INSTALL) from error
-        release = str(getattr(accelerate, "__version__", "unknown"))
-        try:
-            changes = _changes_of(data_loader)
-        except AttributeError as error:
-            raise RuntimeError(
-                f"accelerate {release} is not built as expected (tested: {TESTED}), so it "
-                f"can't keep hybridloader's loaders; nothing was changed. {error}. Use a tested "
-                "release, or hybridloader.install(backend=...)"
-            ) from error
-        for home, name, value, _ in changes:
-            setattr(home, name, value)
-        _changes.extend(changes)
-        if ".".join(release.split(".")[:2]) != TESTED:
-            warn_once(
-                f"hybridloader {__version__} was tested with accelerate {TESTED}, but this is "
-                f"accelerate {release}",
-                "accelerate-version",
-            )
-    kept = KeptLoaders()
-    _kept.append(kept)
-    return kept
+    try:
+        accelerate = import_module("accelerate")
+        data_loader = import_module("accelerate.data_loader")
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] != "accelerate":
+            raise
+        raise ImportError(_INSTALL) from error
+    release = str(getattr(accelerate, "__version__", "unknown"))
+    try:
+        changes = _changes_of(data_loader)
+    except AttributeError as error:
+        raise RuntimeError(
+            f"accelerate {release} is not built as expected (tested: {TESTED}), so it "
+            f"can't keep hybridloader's loaders; nothing was changed. {error}. Use a tested "
+            "release, or hybridloader.install(backend=...)"
+        ) from error
+    for home, name, value in changes:
+        setattr(home, name, value)
+    if changes and ".".join(release.split(".")[:2]) != TESTED:
+        warn_once(
+            f"hybridloader {__version__} was tested with accelerate {TESTED}, but this is "
+            f"accelerate {release}",
+            "accelerate-version",
+        )
 
 
 # -- changes to accelerate ----------------------------------------------------------------------------
 
 
 def _changes_of(module: Any) -> list[_Change]:
-    """Return the changes to accelerate. Raises `AttributeError` if one is missing."""
+    """Return the changes to accelerate; none if it has them. Raises `AttributeError` if it lacks one."""
     import torch.utils.data
 
     from hybridloader.loader.dataloader import DataLoader
 
+    if module.DataLoader is _rebuilt:
+        return []
     if module.DataLoader is not torch.utils.data.DataLoader:
         raise AttributeError("its DataLoader is not torch's")
     adapter = module.DataLoaderAdapter
     shard, dispatcher = module.DataLoaderShard, module.DataLoaderDispatcher
     parameters = {**module._PYTORCH_DATALOADER_KWARGS, KEY: None}
-    changes = [
+    return [
         (DataLoader, KEY, property(lambda loader: loader)),
         (module, "_PYTORCH_DATALOADER_KWARGS", parameters),
         (module, "DataLoader", _rebuilt),
@@ -175,7 +117,6 @@ def _changes_of(module: Any) -> list[_Change]:
         (shard, "set_epoch", _announcing(shard.set_epoch)),
         (dispatcher, "set_epoch", _announcing(dispatcher.set_epoch)),
     ]
-    return [(home, name, new, vars(home).get(name, _MISSING)) for home, name, new in changes]
 
 
 def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any:

@@ -30,9 +30,7 @@ pytest.importorskip("accelerate")
 from accelerate import data_loader as accelerates
 from accelerate import skip_first_batches
 from accelerate.state import PartialState
-from support.accelerate_loaders import BATCH, BATCHES, accelerator, flat, numbers
-
-from hybridloader.integrations.accelerate import keep_loaders
+from support.accelerate_loaders import BATCH, BATCHES, accelerator, flat, kept_loaders, numbers
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:'set_vital' is deprecated",  # torchdata's StatefulDataLoader calls it
@@ -60,8 +58,8 @@ class Counted(IterableDataset[int]):
 
 @pytest.fixture
 def kept() -> Iterator[Any]:
-    with keep_loaders() as kept:
-        yield kept
+    with kept_loaders():
+        yield
 
 
 # -- what is kept ----------------------------------------------------------------------------------

@@ -26,8 +26,7 @@ pytest.importorskip("accelerate")
 from accelerate import Accelerator, skip_first_batches
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration
-
-from hybridloader.integrations.accelerate import keep_loaders
+from support.accelerate_loaders import kept_loaders
 
 pytestmark = pytest.mark.timeout(400)  # of which the ranks may take 180
 
@@ -86,7 +85,7 @@ def seen_with(config: dict[str, Any], iterable: bool = False, **options: Any) ->
     """Return this rank's batches, torch's and ours: two epochs, after a skip, and resumed."""
     found: dict[str, Any] = {}
     for name, kind in (("torch", torch.utils.data.DataLoader), ("ours", DataLoader)):
-        with keep_loaders():
+        with kept_loaders():
             torch.manual_seed(4)
             helper = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
             given = {} if iterable else {"shuffle": True}

@@ -20,10 +20,9 @@ from hybridloader import DataLoader, Pipeline, PipelineLoader
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
+from support.accelerate_loaders import kept_loaders
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
-
-from hybridloader.integrations.accelerate import keep_loaders
 
 BATCH = 4
 EPOCHS = 3
@@ -95,7 +94,7 @@ class HybridTrainer(Trainer):
 
 @pytest.fixture(autouse=True)
 def _kept() -> Iterator[None]:
-    with keep_loaders():
+    with kept_loaders():
         yield
 
 

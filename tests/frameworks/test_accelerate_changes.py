@@ -1,4 +1,4 @@
-"""accelerate: `keep_loaders` changes all that it needs or nothing, and is undone without a trace."""
+"""accelerate: `keep_loaders` changes all that it needs or nothing, and once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
 from hybridloader import DataLoader
@@ -14,7 +13,7 @@ from hybridloader import DataLoader
 pytest.importorskip("accelerate")
 import accelerate
 from accelerate import data_loader as accelerates
-from support.accelerate_loaders import accelerator, flat, numbers
+from support.accelerate_loaders import kept_loaders
 from support.once import forget_warnings
 
 from hybridloader.integrations.accelerate import keep_loaders
@@ -35,27 +34,11 @@ def everything() -> dict[str, Any]:
     return found
 
 
-def test_it_is_undone_without_a_trace_by_the_last_and_what_was_prepared_stays_ours() -> None:
-    before = everything()
-    with keep_loaders() as outer:
+def test_further_calls_change_nothing() -> None:
+    with kept_loaders():
         changed = everything()
-        assert changed != before
-        inner = keep_loaders()
-        prepared = accelerator().prepare(numbers())
-        for _ in range(2):
-            outer.undo()
-            assert everything() == changed
-    inner.undo()
-    assert everything() == before
-    assert flat(prepared) == list(range(20))
-    assert type(accelerator().prepare(numbers()).base_dataloader) is TorchLoader
-
-
-def test_an_error_within_undoes_it() -> None:
-    before = everything()
-    with pytest.raises(KeyError), keep_loaders():
-        raise KeyError
-    assert everything() == before
+        keep_loaders()
+        assert everything() == changed
 
 
 @pytest.mark.parametrize("name", ["_PYTORCH_DATALOADER_KWARGS", "DataLoaderAdapter", "DataLoader"])
@@ -70,21 +53,6 @@ def test_a_release_without_what_is_changed_is_refused_and_nothing_is_changed(
     assert everything() == before
 
 
-def test_what_somebody_else_changed_since_is_not_overwritten() -> None:
-    before = everything()
-    kept = keep_loaders()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accelerates, "DataLoader", TorchLoader)
-        changed = everything()
-        with pytest.raises(
-            RuntimeError, match=r"accelerate\.data_loader\.DataLoader was changed by"
-        ):
-            kept.undo()
-        assert everything() == changed
-    kept.undo()
-    assert everything() == before
-
-
 @pytest.mark.parametrize("release", ["0.34.2", "99.0.dev0", "unknown"])
 def test_an_untested_release_is_warned_of_once_and_both_are_named(
     release: str, monkeypatch: pytest.MonkeyPatch
@@ -92,15 +60,16 @@ def test_an_untested_release_is_warned_of_once_and_both_are_named(
     forget_warnings()
     monkeypatch.setattr(accelerate, "__version__", release)
     says = rf"{hybridloader.__version__} was tested with accelerate [\d. a-z]+, .* {release}"
-    with pytest.warns(UserWarning, match=says) as warned:
-        keep_loaders().undo()
-    assert warned[0].filename == __file__
-    keep_loaders().undo()
+    with pytest.warns(UserWarning, match=says), kept_loaders():
+        pass
+    with kept_loaders():
+        pass
 
 
 def test_the_installed_release_is_a_tested_one() -> None:
     forget_warnings()
-    keep_loaders().undo()
+    with kept_loaders():
+        pass
 
 
 def test_without_accelerate_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
