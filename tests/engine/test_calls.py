@@ -153,30 +153,6 @@ def test_the_thread_that_is_told_of_ends_waits_for_none_and_kills_on_another() -
     handle.join()
 
 
-def test_the_main_thread_may_end_calls_and_waits_all_the_same() -> None:
-    assert threading.current_thread() is threading.main_thread()
-    handle = Handle()
-    handle.life().set_exception(RuntimeError("killed"))
-    handle.answer(0, engine.Ready(3))
-    other = Handle()
-    other.join(0)
-    assert not handle.is_alive()
-    assert other.is_alive()
-
-
-def test_a_worker_is_reported_once_when_calls_have_ended_for_good() -> None:
-    handle = Handle()
-    handle.answer(0, engine.Ready(3))
-    handle.send(TASK)
-    handle.lost("is gone: no cluster")
-    handle.lost("is gone: no cluster")
-    handle.life().set_exception(RuntimeError("late"))
-    handle.steps()[1].set_exception(RuntimeError("late"))
-    assert numbers(handle.events) == [engine.Ready, engine.Exited]
-    assert handle.exitcode == 1
-    handle.join()
-
-
 def test_what_arrives_read_only_is_copied_into_a_slot_and_may_be_written_to() -> None:
     handle, slots = Handle(), PrivateSlots(10 << 20)
     array = np.arange(1 << 18)
@@ -196,17 +172,6 @@ def test_what_arrives_read_only_is_copied_into_a_slot_and_may_be_written_to() ->
     assert payload.nbytes < 10_000
     del large
     slots.close()
-
-
-def test_the_arrays_of_the_work_are_the_workers_own() -> None:
-    array = np.arange(100_000)
-    parts = work_of(engine.WorkerSpec("calls", 1, Call(echo, dataset=array)))
-    (found,) = sent([parts])
-    assert len(found) > 1
-    packed: engine.PackedSpec = engine.loads(found[0], buffers=found[1:])
-    dataset: Any = packed.open().fetch.dataset
-    np.testing.assert_array_equal(dataset, array)
-    dataset += 1
 
 
 # -- bundles ---------------------------------------------------------------------------------------
@@ -329,17 +294,6 @@ def test_what_waits_when_the_worker_dies_is_dropped_and_no_task_of_the_bundle_is
     assert len(handle.sent) == made
 
 
-def test_a_worker_that_dies_at_a_call_of_one_task_died_of_that_one() -> None:
-    handle = Handle()
-    warm(handle)
-    handle.send(TASK)
-    handle.life().set_exception(RuntimeError("killed"))
-    handle.steps()[2].set_exception(RuntimeError("killed"))
-    (exited,) = handle.events
-    assert isinstance(exited, engine.Exited)
-    assert exited.at is None
-
-
 def test_results_of_several_calls_are_sent_on_each_by_its_call_and_place() -> None:
     handle = Handle()
     warm(handle)
@@ -348,17 +302,6 @@ def test_results_of_several_calls_are_sent_on_each_by_its_call_and_place() -> No
     handle.answer(2, done(0, seconds=SHORT))
     assert handle.returns[-1] == ([(0, 2), (1, 1)], "a", "b")
     assert [message.index for message in handle.sent[-1]] == [None, None]
-
-
-class Filling:
-    """Function whose results lie in the same memory."""
-
-    def __init__(self) -> None:
-        self.memory = np.zeros(50_000)
-
-    def __call__(self, index: int) -> Any:
-        self.memory[:] = index
-        return self.memory
 
 
 @contextmanager
@@ -399,13 +342,6 @@ def test_a_worker_answers_several_messages_in_order_and_takes_out_what_is_sent_o
             *(sent(first), sent(second)),
         )
         assert values(third) == [1, "own", 4]
-
-
-def test_results_of_one_call_may_share_memory_that_is_used_again() -> None:
-    with running(Filling()) as worker:
-        worker.step([])
-        found = worker.step([(parts_of(engine.Task(seq, seq)), None) for seq in range(3)])
-        assert [array[-1] for array in values(found)] == [0, 1, 2]
 
 
 # -- clocks ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridloader._support.user_objects import Raised, no_answer, size_of
-from hybridloader.engine import ByReference, Done, Event, Failed, Failure, Ready, WorkerSpec
+from hybridloader.engine import ByReference, Done, Event, Ready, WorkerSpec
 from hybridloader.engine.feed import (
     MOST,
     MOST_BYTES,
@@ -150,32 +150,6 @@ def test_task_sizes_follow_what_tasks_take(tasks: list[tuple[int, int, int]], le
 # -- room of a stage -------------------------------------------------------------------------------
 
 
-def test_room_counts_items_and_bytes_and_what_failed() -> None:
-    flow = StageFlow(2, prefetch=10, buffer_bytes=1000)
-    assert flow.room() == 2  # for each worker one, until a size is known
-    flow.sent(0, ["a"])
-    assert flow.room() == 1
-    flow.sent(1, ["b"])
-    assert flow.room() == 0
-    flow.came(Failed(0, 0, Failure(ValueError())))
-    assert flow.room() == 0  # it has not been handed out
-    flow.left(0)
-    assert flow.room() == 1
-    flow.came(Done(1, 1, ByReference(Hundred())))
-    assert flow.room() == 9
-    flow.sent(2, ["c", "d"])
-    assert flow.room() == 7
-    flow.left(1)
-    assert flow.room() == 8
-    flow.left(2)
-    flow.left(2)
-    assert (flow.queued, flow.queued_bytes, flow.room()) == (0, 0, 10)
-
-
-class Hundred:
-    nbytes = 100
-
-
 class Sized:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -213,16 +187,6 @@ def test_buffer_bytes_is_never_passed_by_more_than_the_first_results(
         assert flow.queued_bytes == sum(sizes[seq] for seq in waiting)
         least = max(workers * sizes[0] if len(sizes) else 0, sizes[0])
         assert sum(sizes[seq] for seq in (*under_way, *waiting)) <= max(limit, least)
-
-
-def test_a_large_item_among_small_ones_counts_as_large() -> None:
-    flow = StageFlow(1, buffer_bytes=4000)
-    flow.sent(0, ["item"] * 4)
-    flow.came(Done(0, 0, ByReference([Sized(1000), Sized(0), Sized(0), Sized(0)])))
-    flow.left(0)
-    room = flow.room()
-    assert room is not None
-    assert room * 1000 <= 4000
 
 
 # -- a stage that waits for its source -------------------------------------------------------------

@@ -186,7 +186,7 @@ def check(make: Callable[[], Any], epoch: int, taken: int, elsewhere: Any = None
 
 
 CASES: list[Any] = [(kind, "caller") for kind in KINDS]
-CASES += [(kind, place) for place in [*PLACES][1:] for kind in (Noted, Deferred, Walking)]
+CASES += [(Noted, "threads"), (Deferred, "threads, persistent"), (Walking, "fork, persistent")]
 """Each kind in the caller; in workers a kind that notes its state, one that counts, one that draws."""
 
 
@@ -249,32 +249,6 @@ def test_a_state_that_is_loaded_in_the_middle_of_an_epoch_stays_for_one_epoch(ki
     assert [listed(loader) for _ in range(3)] == [whole[1:], whole, whole]
 
 
-@pytest.mark.parametrize(("kind", "place"), CASES)
-def test_a_state_of_an_epochs_end_resumes_at_the_beginning_of_the_next(
-    kind: Any, place: str
-) -> None:
-    """Also if it is the state of a dataset from which no sample comes any more."""
-    for loaders in (DataLoader, StatefulDataLoader) if "fork" not in place else (DataLoader,):
-        loader, other = (loaders(kind(), 4, **PLACES[place]) for _ in range(2))
-        for _ in range(2):
-            listed(loader)
-        other.load_state_dict(loader.state_dict())
-        assert [listed(other) for _ in range(3)] == [listed(loader) for _ in range(3)]
-        for one in (loader, other):
-            if one._iterator is not None:
-                one._iterator.close()
-
-
-@pytest.mark.parametrize("kind", [Noted, Deferred])
-def test_an_iterator_that_is_not_used_does_not_use_up_a_load(kind: Any) -> None:
-    loader, other = (DataLoader(kind(), 4) for _ in range(2))
-    batches = iter(loader)
-    next(batches)
-    other.load_state_dict(loader.state_dict())
-    iter(other)
-    assert [listed(other) for _ in range(2)] == [listed(batches), listed(loader)]
-
-
 class Cleared(Counted):
     """Dataset that reads ahead; a load drops the samples that were read ahead, and so does the end."""
 
@@ -307,20 +281,3 @@ def test_what_a_load_has_dropped_does_not_come_again() -> None:
     next(batches)
     loader.load_state_dict(state)
     assert [listed(loader) for _ in range(3)] == [whole[1:], whole, whole]
-
-
-class Refusing(Noted):
-    """Dataset whose state can't be taken after its end."""
-
-    def state_dict(self) -> dict[str, Any]:
-        if self.at == self.length:
-            raise LookupError("no state")
-        return super().state_dict()
-
-
-def test_a_dataset_that_cannot_return_its_state_stays_as_it_is() -> None:
-    loader = DataLoader(Refusing(), 4)
-    next(iter(loader))
-    other = DataLoader(Refusing(), 4)
-    other.load_state_dict(loader.state_dict())
-    assert [len(listed(other)) for _ in range(3)] == [3, 3, 3]

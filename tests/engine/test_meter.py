@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import deque
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -57,22 +54,6 @@ def test_nothing_is_lost_or_counted_twice(tasks: list[tuple[float, float]]) -> N
         )
 
 
-def test_short_tasks_are_told_together_and_long_ones_alone() -> None:
-    clock = FakeClock(1.0)
-    meter = Meter(Metering(None), clock)
-    meter.open()
-    assert metered(meter, clock, 1e-5) is not None, "the first is told at once"
-    told = [metered(meter, clock, 1e-5) for _ in range(2500)]
-    assert sum(one is not None for one in told) == pytest.approx(0.025 / EVERY, abs=1)
-    assert metered(meter, clock, 0.02, packing=0.01) is not None
-    last = metered(meter, clock, 0.02, packing=0.01)
-    assert last is not None
-    assert last.packing == pytest.approx(1 / 3)
-    assert len(last.spans) == 1
-    assert last.cpu is None
-    assert last.wait_for_core is None
-
-
 class FakeRunQueue:
     """Run queue of a thread that had no core for the seconds that the test says."""
 
@@ -105,28 +86,6 @@ def test_time_of_a_core_and_a_wait_for_one_are_known_of_the_callers_own_thread(
         told = meter.measure(began, clock.now, clock.now, 0)
         assert (told.wait_for_core, told.cpu) == (pytest.approx(0.12), pytest.approx(0.04))
     meter.close()
-
-
-def test_turns_of_coroutines_are_what_the_event_loop_does_not_wait() -> None:
-    clock = FakeClock(1.0)
-    meter = Meter(Metering(None), clock)
-    parts = meter.parts
-
-    def takes(seconds: float) -> float:
-        clock.now += seconds
-        return seconds
-
-    parts.turn()
-    takes(0.01)
-    assert parts.select(takes, 0.5) == 0.5
-    takes(0.02)
-    assert parts.pull(iter(map(takes, [7.0]))) == 7.0  # from a slow source
-    parts.turned()
-    takes(9.0)
-    told = meter.measure(clock.now, clock.now, clock.now, 0)
-    assert (told.idle, told.held) == (pytest.approx(0.5), pytest.approx(0.03))
-    told = meter.measure(clock.now, clock.now, clock.now, 0)
-    assert (told.idle, told.held, told.coroutines) == (0.0, 0.0, 0)
 
 
 @pytest.mark.parametrize("by_pass", [False, True])
@@ -194,25 +153,3 @@ def test_parts_of_tasks_that_others_answer_are_told_with_theirs() -> None:
     assert joined._replace(others=()) == told
     assert sum(others.busy for others in joined.others) == pytest.approx(6 * EVERY)
     assert [others.retried for others in joined.others] == [1, 1, 1]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counted by Linux alone")
-def test_a_run_queue_of_a_thread_that_has_ended_is_that_of_the_next_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    queue, read = RunQueue.here(), os.pread
-    if queue is None:
-        pytest.skip("the kernel counts nothing here")
-    gone = iter([ProcessLookupError()])
-
-    def read_unless_gone(*arguments: Any) -> bytes:
-        for error in gone:
-            raise error
-        return read(*arguments)
-
-    monkeypatch.setattr("hybridloader.engine.meter.os.pread", read_unless_gone)
-    try:
-        assert queue.since() == 0.0
-        assert queue.since() >= 0.0
-    finally:
-        queue.close()

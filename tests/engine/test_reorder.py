@@ -23,7 +23,6 @@ from hybridloader.engine import (
     ByReference,
     Done,
     Event,
-    Failed,
     Payload,
     Ready,
     Task,
@@ -112,12 +111,6 @@ def test_without_a_limit_of_its_own_what_waits_counts_as_under_way(
     assert workers.until_asleep() == WINDOW
 
 
-def test_without_order_nothing_waits_for_a_late_result() -> None:
-    workers = Workers(ReorderLimit(WORKERS), ordered=False, dispatch=least_busy)
-    assert [next(workers.stage) for _ in range(20)] == list(range(1, 2)) + list(range(3, 22))
-    assert len(workers.drawn) <= 21 + WINDOW
-
-
 def test_a_slow_consumer_gets_no_more_at_hand_by_being_slow() -> None:
     workers = Workers(ReorderLimit(WORKERS))
     workers.late = False
@@ -147,17 +140,6 @@ def test_what_may_wait_is_limited_in_bytes(nbytes: int, extra: int) -> None:
     assert limit.extra(results) == extra
     by_reference = {0: Done(1, 0, ByReference(bytes(1000)), 1.0)}
     assert 0 < ReorderLimit(1, nbytes=3500).extra(by_reference) <= 3
-
-
-def test_one_large_result_is_forgotten_in_time() -> None:
-    limit = ReorderLimit(1)
-    assert limit.extra({0: Done(0, 0, Sized(BYTES), 1.0)}) == 1
-    small: dict[int, Any] = {1: Done(0, 1, Sized(BYTES // 100), 1.0)}
-    found = [limit.extra(small) for _ in range(60)]
-    assert sorted(found) == found
-    assert found[-1] == TASKS
-    failed: Any = {2: Failed(0, 2, None)}  # type: ignore[arg-type]
-    assert limit.extra(failed) == TASKS
 
 
 def test_a_worker_rests_rather_than_fill_memory_that_takes_longer_to_make_than_the_result() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from pathlib import Path
 
@@ -47,10 +46,6 @@ def head_is_late(scheduler: Scheduler) -> bool:
     return min(scheduler.sent, default=1 << 62) < min(scheduler.done, default=1 << 61)
 
 
-def snapshot(scheduler: Scheduler) -> str:
-    return repr(vars(scheduler))
-
-
 def test_a_move_that_no_table_has_is_refused_with_state_and_event() -> None:
     for state, event in itertools.product(RunState, sorted({event for _, event in RUN_TABLE})):
         if (state, event) not in RUN_TABLE:
@@ -60,40 +55,6 @@ def test_a_move_that_no_table_has_is_refused_with_state_and_event() -> None:
         if (place, event) not in WORK_TABLE:
             with pytest.raises(IllegalTransition, match=f"worker 0 is {place.value}.*{event}"):
                 worker_after(0, place, event)
-
-
-def test_illegal_calls_raise_and_leave_everything_as_it_was() -> None:
-    scheduler = Scheduler(2, 2)
-    illegal = [
-        lambda: scheduler.assign(0),
-        scheduler.source_ended,
-        lambda: scheduler.take_in([done(0, 0)]),
-        lambda: scheduler.end_shard(Exhausted(0, 0)),
-    ]
-    for call in illegal:
-        before = snapshot(scheduler)
-        with pytest.raises(IllegalTransition):
-            call()
-        assert snapshot(scheduler) == before
-    scheduler.begin()
-    seq, worker = assign(scheduler)
-    scheduler.ready(worker)
-    for wrong in (
-        lambda: scheduler.take_in([done(1 - worker, seq)]),
-        lambda: scheduler.take_in([done(worker, seq + 1)]),
-        lambda: scheduler.ready(worker),
-    ):
-        before = snapshot(scheduler)
-        with pytest.raises(IllegalTransition):
-            wrong()
-        assert snapshot(scheduler) == before
-    scheduler.stop(1)
-    scheduler.exited(Exited(1))
-    before = snapshot(scheduler)
-    for call in (scheduler.begin, lambda: scheduler.replace(1)):
-        with pytest.raises(IllegalTransition):
-            call()
-        assert snapshot(scheduler) == before
 
 
 def active(scheduler: Scheduler) -> bytearray:
@@ -134,19 +95,6 @@ def test_without_order_a_worker_gets_no_more_than_its_share() -> None:
 def test_a_free_worker_takes_the_next_task(busy: list[int], last: int, worker: int | None) -> None:
     held = [5, 0, 9]  # what is done and not yet popped does not count
     assert least_busy(placed([WorkerState.READY] * 3, held, last, busy)) == worker
-
-
-def test_a_free_worker_that_is_not_active_gets_nothing() -> None:
-    states = [WorkerState.GONE, WorkerState.STARTING, WorkerState.EXHAUSTED]
-    assert least_busy(placed(states, [0, 0, 0], 2, [0, 1, 0])) == 1
-    assert least_busy(placed(states, [0, 2, 0], 2)) is None
-
-
-def test_a_worker_has_as_many_tasks_in_flight_as_its_rule_allows() -> None:
-    scheduler = Scheduler(2, 6, dispatch=functools.partial(least_busy, in_flight=3))
-    scheduler.begin()
-    assert [assign(scheduler)[1] for _ in range(6)] == [0, 1, 0, 1, 0, 1]
-    assert scheduler.dispatch(scheduler) is None
 
 
 # -- the property: what goes in comes out exactly once -----------------------------------------

@@ -15,23 +15,11 @@ from support.supervised import QUICK, answer, ready, tasks
 from support.supervised import stage as made_stage
 
 from hybridloader import WorkerDied, WorkerTimeout
-from hybridloader.engine import ByReference, Done, Event, Exhausted, Exited, Stop
+from hybridloader.engine import ByReference, Done, Event, Exited
 from hybridloader.errors import IteratorClosed
 from hybridloader.testing import FakeClock, ScriptedCrew
 
 stage = partial(made_stage, policy=None, lookahead=2)
-
-
-def test_a_worker_whose_shard_has_ended_is_told_to_stop_unless_another_epoch_may_come() -> None:
-    for persistent in (False, True):
-        script = [ready(0, 1), [Exhausted(0, 0)], answer(1, worker=1), [Exhausted(1, 3)]]
-        it, backend = stage(script, workers=2, persistent=persistent)
-        it.begin(iter("abcdef"))
-        assert list(it) == ["value 1"]
-        stops = [worker for worker, m in backend.crews[0].sent if isinstance(m, Stop)]
-        assert stops == ([] if persistent else [0, 1])
-        assert bool(backend.crews[0].closed) is not persistent
-        it.close()
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["before", "together"])
@@ -56,21 +44,6 @@ def test_a_death_that_came_with_a_result_is_told_by_the_next_epoch_if_nobody_ask
         it.begin(iter("abc"))
     assert it.closed, "so the loader starts others"
     assert backend.crews[0].closed
-
-
-def test_a_death_leaves_no_result_to_wait_for_somebody() -> None:
-    discarded: list[int] = []
-
-    class Waiting(ByReference):
-        def discard(self) -> None:
-            discarded.append(self.open())
-
-    results: list[Event] = [Done(0, seq, Waiting(seq)) for seq in (1, 2)]
-    it, _ = stage([ready(), [*results, Exited(0, "exited with code 1")]], lookahead=3)
-    it.begin(iter("abc"))
-    with pytest.raises(WorkerDied):
-        next(it)
-    assert discarded == [1, 2]
 
 
 def test_timeout_counts_the_seconds_of_one_next_and_leaves_the_iterator_usable() -> None:
@@ -148,22 +121,6 @@ def test_an_interrupt_of_the_sampler_does_not_look_like_its_end(after: int) -> N
     assert backend.crews[0].closed
     with pytest.raises(IteratorClosed):
         next(it)
-
-
-def test_a_close_that_was_interrupted_can_be_done_again() -> None:
-    it, backend = stage([])
-    crew = backend.crews[0]
-    close = crew.close
-
-    def interrupted() -> None:
-        crew.close = close  # type: ignore[method-assign]
-        raise KeyboardInterrupt
-
-    crew.close = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        it.close()
-    it.close()
-    assert crew.closed
 
 
 def test_an_interrupt_at_any_point_loses_no_result_of_a_stage_that_goes_on() -> None:

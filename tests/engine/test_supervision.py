@@ -10,7 +10,7 @@ import pytest
 from support.supervised import START, answer, dead, passing, ready, stage
 
 from hybridloader import RestartPolicy, WorkerDied
-from hybridloader.engine import Begin, Event, Exhausted, Exited, Task, WorkerSpec
+from hybridloader.engine import Begin, Event, Exhausted, Exited, Task
 from hybridloader.testing import FakeClock, ScriptedCrew
 
 
@@ -50,16 +50,6 @@ def test_nobody_is_blamed_for_a_death_between_two_samples_or_at_a_task_that_is_d
     it.begin(iter([[7, 8]]))
     assert next(it) == "value 0"
     assert {tuple(m.index) for _, m in backend.crews[0].sent if isinstance(m, Task)} == {(7, 8)}
-
-
-def test_blame_is_forgotten_with_the_epoch() -> None:
-    script = [[*ready(), dead(task=0, at=0)], [*ready(), *answer(0)]]
-    script += [[dead(task=1, at=0)], [*ready(), *answer(1)]]
-    it, backend = stage(script, persistent=True)
-    for seq in range(2):
-        it.begin(iter([[7]]))
-        assert list(it) == [f"value {seq}"]
-    assert all(m.index == [7] for _, m in backend.crews[0].sent if isinstance(m, Task))
 
 
 def test_what_kills_the_reader_of_a_shard_can_not_be_passed_over() -> None:
@@ -117,23 +107,6 @@ def test_policies_are_named_and_refuse_what_is_no_number_or_too_small() -> None:
     assert RestartPolicy.of("restart") == RestartPolicy()
     mine = replace(RestartPolicy(), max_restarts=3)
     assert RestartPolicy.of(mine) is mine
-
-
-def test_a_stage_whose_epoch_could_not_begin_with_all_workers_is_closed() -> None:
-    """Else the next epoch would wait for a worker that nobody starts."""
-    script = [[*ready(0, 1), Exhausted(1, 1), dead(1), *answer(0)], [Exhausted(0, 2)]]
-    it, backend = stage(script, workers=2, lookahead=2, persistent=True, in_turn=True)
-    it.begin(iter([[None]] * 3))
-    assert list(it) == ["value 0"]
-
-    def refuse(worker: int, spec: WorkerSpec) -> None:
-        raise OSError(11, "Resource temporarily unavailable")
-
-    backend.crews[0].start = refuse  # type: ignore[method-assign]
-    with pytest.raises(OSError, match="temporarily unavailable"):
-        it.begin(iter([[None]] * 2))
-    assert it.closed
-    assert backend.crews[0].closed
 
 
 # -- tasks that run over -----------------------------------------------------------------------------
@@ -194,26 +167,6 @@ def test_the_report_tells_what_each_worker_is_doing() -> None:
         "0                -  starting     1         1  2.50 s  ['c']",
         "1                -      idle     2         0       -  -",
     ]
-
-
-class Lines:
-    def __repr__(self) -> str:
-        return "many\nlines" * 50
-
-
-def test_a_task_stays_on_its_line_with_its_time() -> None:
-    clock = FakeClock(100.0)
-    times = {0.0: "0.00 s", 9.99: "9.99 s", 59.9: "59.9 s", 307.0: "5 min 7 s", 7384.0: "2 h 3 min"}
-    for index in (["a\nb" * 50, "c"], Lines(), [Lines()]):
-        clock.now = 100.0
-        it, _ = stage([], workers=2, clock=clock)
-        it.begin(iter([index]))
-        for seconds, words in times.items():
-            clock.now = 100.0 + seconds
-            _, _, busy, idle = it.table.report().splitlines()
-            assert words in busy
-            assert len(busy) < 120
-            assert idle.endswith("-")
 
 
 KERNEL = "Likely cause: OOM."

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import default_collate, get_worker_info
-from torch.utils.data._utils import worker as torchs
-from torch.utils.data._utils.worker import WorkerInfo
 
 from hybridloader import DataLoader
 
@@ -74,15 +72,3 @@ def test_torchs_function_is_changed_once_and_collation_in_a_thread_sees_no_proce
     assert get_worker_info() is None
     assert {name: getattr(get_worker_info, name) for name in BEFORE} == BEFORE
     assert not inspect.signature(get_worker_info).parameters
-
-
-def test_without_a_worker_of_ours_it_answers_what_it_always_did(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    list(DataLoader(range(2), num_workers=1, backend="threads"))  # type: ignore[arg-type]
-    theirs = WorkerInfo(id=7, num_workers=8, seed=0, dataset=None, worker_method="multiprocessing")
-    monkeypatch.setattr(torchs, "_worker_info", theirs)  # as in a worker process of torch's own
-    assert get_worker_info() is theirs
-    loader: Any = DataLoader(Asks(), 4, num_workers=1, backend="threads", collate_fn=list)
-    assert list(loader) == [[[0, 7, 0]] * 4]
-    assert torchs._worker_info is theirs
