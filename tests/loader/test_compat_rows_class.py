@@ -8,14 +8,12 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.compat import (
     EVERY,
-    Noted,
     Numbers,
     Watched,
     do_nothing,
@@ -151,29 +149,6 @@ def test_r04_lightning_recreates_the_loader_with_a_distributed_sampler(
     assert flat(clone) == [1, 3, 5, 7]
 
 
-def test_r04_lightning_wraps_the_constructor_and_replays_its_arguments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def wrapped(init: Callable[..., None]) -> Callable[..., None]:
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-            if not hasattr(self, "__pl_saved_args"):
-                object.__setattr__(self, "__pl_saved_args", args)
-                object.__setattr__(self, "__pl_saved_kwargs", kwargs)
-            init(self, *args, **kwargs)
-
-        return wrapper
-
-    for kind in (TorchLoader, DataLoader):
-        monkeypatch.setattr(kind, "__init__", wrapped(kind.__init__))
-    loader = DataLoader(Numbers(), 4, num_workers=1, backend="threads", threads_per_worker=2)
-    saved = vars(loader)
-    assert saved["__pl_saved_args"] == (loader.dataset, 4)
-    clone = type(loader)(*saved["__pl_saved_args"], **saved["__pl_saved_kwargs"])
-    assert clone.backend == "threads"
-    assert clone.threads_per_worker == 2
-    assert flat(clone) == list(range(8))
-
-
 class FastCollate:
     def __call__(self, samples: list[int]) -> torch.Tensor:
         return torch.tensor(samples) * 10
@@ -234,22 +209,6 @@ def test_r08_other_attributes_are_read_when_the_iterator_is_made() -> None:
     loader.backend = None
     loader.num_workers = 1
     assert list(loader) == [[(0, 1, "multiprocessing")]] * 4
-
-
-def test_r08_generator_init_fn_and_prefetch_factor_are_read_when_the_iterator_is_made() -> None:
-    told = Noted()
-    loader = DataLoader(Watched(), sampler=told, num_workers=1, backend="threads", collate_fn=keep)
-    called: list[int] = []
-    generator = torch.Generator().manual_seed(1)
-    before = generator.get_state()
-    loader.worker_init_fn = called.append
-    loader.generator = generator
-    loader.prefetch_factor = 3
-    iterator = iter(loader)
-    assert called == [0]
-    assert told.given == [0, 1, 2]
-    assert not torch.equal(before, generator.get_state())
-    assert len(list(iterator)) == 8
 
 
 @pytest.mark.parametrize("backend", [None, Threads(copy_dataset=True)])

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from support.compat import Numbers, flat, keep, often
-from torch.utils.data import ConcatDataset, StackDataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from hybridloader import DataLoader, Threads
 
@@ -84,27 +83,3 @@ def test_set_epoch_is_seen_when_an_epoch_is_begun_twice(backend: Any) -> None:
     dataset.set_epoch(5)
     iter(loader)
     assert flat(iter(loader)) == [5] * 4
-
-
-# -- batches of threads ----------------------------------------------------------------------------
-
-
-def collate_pairs(samples: list[Any]) -> Any:
-    return {"own": default_collate(samples)}
-
-
-class Pairs(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((3,), index), np.float32(index)
-
-
-@pytest.mark.parametrize(("backend", "collate_fn"), [("inline", collate_pairs), ("threads", None)])
-def test_batches_made_in_this_process_are_not_moved_to_shared_memory(
-    backend: str, collate_fn: Any
-) -> None:
-    loader = DataLoader(Pairs(4), 2, num_workers=2, backend=backend, collate_fn=collate_fn)
-    for batch in loader:
-        one, two = batch["own"] if collate_fn else batch
-        assert one.shape == (2, 3)
-        assert not one.is_shared()
-        assert not two.is_shared()

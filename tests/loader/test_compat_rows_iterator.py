@@ -16,7 +16,6 @@ from support.compat import Noted, Numbers, flat, quick
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
-from torch.utils.data.distributed import DistributedSampler
 
 from hybridloader import DataLoader
 
@@ -96,45 +95,6 @@ def test_r14_reset_begins_anew_with_the_same_workers(backend: str) -> None:
     iterator._reset(loader, first_iter=False)
     assert flat(iterator) == [0, 1, 2, 3]
     assert list(iterator._workers) == workers
-
-
-@pytest.mark.parametrize(("workers", "backend"), [(0, None), (1, "threads"), (1, "fork")])
-def test_r14_speechbrain_skips_ahead_by_patching_the_base_class(
-    workers: int, backend: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old_init, old_next = _BaseDataLoaderIter.__init__, _BaseDataLoaderIter.__next__
-    asked: list[Any] = []
-
-    def new_init(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        old_init(self, loader, *args, **kwargs)
-        if loader._speechbrain_recovery_skip_to is not None:
-            for step in range(loader._speechbrain_recovery_skip_to):
-                next(self._sampler_iter)
-                self._num_yielded = step + 1
-            loader._speechbrain_recovery_skip_to = None
-
-    def new_reset(self: Any, loader: Any, first_iter: bool = False, *args: Any) -> None:
-        if not first_iter:
-            self._sampler_iter = iter(self._index_sampler)
-            self._num_yielded = 0
-            self._IterableDataset_len_called = loader._IterableDataset_len_called
-
-    def new_next(self: Any) -> Any:
-        asked.append(self)
-        return old_next(self)
-
-    monkeypatch.setattr(_BaseDataLoaderIter, "__init__", new_init)
-    monkeypatch.setattr(_BaseDataLoaderIter, "_reset", new_reset)
-    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", new_next)
-    more: dict[str, Any] = {"backend": backend, "persistent_workers": True} if workers else {}
-    loader: Any = DataLoader(Numbers(6), num_workers=workers, **more)
-    loader._speechbrain_recovery_skip_to = 4
-    iterator: Any = iter(loader)
-    assert iterator._num_yielded == 4
-    assert flat(iterator) == [4, 5]
-    assert iterator._num_yielded == 6
-    assert len(asked) == 3
-    assert flat(loader) == list(range(6))
 
 
 @quick
@@ -230,28 +190,6 @@ def test_r17_the_loader_holds_an_iterator_only_when_persistent(backend: str | No
     assert persistent._iterator is None
     assert persistent._iterator is not iter(persistent)
     assert persistent._iterator is iter(persistent)
-
-
-@pytest.mark.parametrize(("backend", "persistent"), [("threads", True), ("fork", False)])
-def test_r20_nothing_of_an_epoch_is_drawn_before_iter(backend: str, persistent: bool) -> None:
-    class Shuffled(DistributedSampler[int]):
-        begun: list[int] = []  # noqa: RUF012
-
-        def __iter__(self) -> Iterator[int]:
-            self.begun.append(self.epoch)
-            return super().__iter__()
-
-    sampler = Shuffled(Numbers(), num_replicas=1, rank=0, seed=3)
-    loader = DataLoader(
-        Numbers(), sampler=sampler, num_workers=1, backend=backend, persistent_workers=persistent
-    )
-    Shuffled.begun.clear()
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        orders = flat(loader)
-        assert set(Shuffled.begun) == {epoch}
-        Shuffled.begun.clear()
-        assert orders == list(DistributedSampler.__iter__(sampler))
 
 
 class Unsized(IterableDataset[int]):

@@ -6,7 +6,6 @@ No framework is imported. A test does with our loader what the framework does wi
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, is_dataclass
 from typing import Any
@@ -26,7 +25,7 @@ from support.compat import (
     set_state,
 )
 from support.installed_torch import thread_safe_generator
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torchs
 from torch.utils.data._utils.worker import WorkerInfo
 
@@ -145,38 +144,6 @@ def test_r27_workers_of_this_process_do_not_reseed_the_devices(
     assert seeded == []
     torch.manual_seed(0)
     assert seeded == [0]  # the test would see it
-
-
-class Seeded(Dataset[Any]):
-    """Depth of tracebacks in the worker, and its seed."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> Any:
-        limit = getattr(sys, "tracebacklimit", None)
-        return limit, torch.initial_seed(), random.random(), np.random.rand()
-
-
-@pytest.mark.parametrize("limit", [None, 7])
-def test_r27_a_process_is_seeded_without_a_trace_of_how(
-    limit: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if limit is not None:
-        monkeypatch.setattr(sys, "tracebacklimit", limit, raising=False)
-    loaders = [
-        make(
-            Seeded(),
-            batch_size=None,
-            num_workers=1,
-            generator=torch.Generator().manual_seed(9),
-            **more,
-        )
-        for make, more in ((DataLoader, {"backend": "fork"}), (torch.utils.data.DataLoader, {}))
-    ]
-    [ours], [torchs] = map(list, loaders)
-    assert ours == torchs
-    assert ours[0] == limit
 
 
 class Shard(IterableDataset[Any]):

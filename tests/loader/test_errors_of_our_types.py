@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,26 +79,6 @@ def test_an_error_of_an_iterable_dataset_ends_no_shard(
             wanted.remove(kind)
         assert names(outcomes(iter(loader))) == wanted
         assert [type(record.error) for record in loader.skipped] == [kind] * (on_error == "skip")
-
-
-def test_a_state_counts_it_as_the_batch_that_it_was() -> None:
-    for kind in OURS:
-
-        def fail_at_2(index: int, kind: type[Exception] = kind) -> int:
-            if index == 2:
-                raise kind("mine")
-            return index
-
-        first = load(Samples(fail_at_2, 6), "threads", workers=1, batch_size=1)
-        run = iter(first)
-        for _ in range(2):
-            next(run)
-        with pytest.raises(RuntimeError if kind is StopIteration else kind):
-            next(run)
-        state = copy.deepcopy(first.state_dict())
-        again = load(Samples(fail_at_2, 6), "threads", workers=1, batch_size=1)
-        again.load_state_dict(state)
-        assert names(outcomes(iter(again))) == [[3], [4], [5]]
 
 
 def stop() -> None:

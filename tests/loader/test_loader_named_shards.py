@@ -174,42 +174,6 @@ def test_persistent_workers_whose_shards_have_another_order_in_each_epoch() -> N
         assert taken(same) == taken(batches)
 
 
-def test_edited_counts_hold_for_the_same_workers() -> None:
-    loader = make(Shards(), 2)
-    batches = iter(loader)
-    taken(batches, 4)
-    state = loader.state_dict()
-    rest = taken(batches)
-    for _ in range(2):
-        for name in ("_sampler_iter_yielded", "_num_yielded"):  # as accelerate
-            state[name] -= 1
-        same = make(Shards(), 2)
-        same.load_state_dict(state)
-        assert taken(same)[-len(rest) :] == rest
-    with pytest.raises(StateError, match="were edited"):
-        make(Shards(), 3).load_state_dict(state)
-    other = make(Shards(), 3)
-    for name in ("_sampler_iter_yielded", "_num_yielded"):
-        state[name] += 2
-    other.load_state_dict(state)
-    batches = iter(other)
-    next(batches)
-    state = other.state_dict()
-    state["_num_yielded"] -= 1
-    state["_sampler_iter_yielded"] -= 1
-    with pytest.raises(StateError, match="resumed on other workers or ranks before"):
-        make(Shards(), 3).load_state_dict(state)
-
-
-def test_another_order_of_the_shards_divides_them_again() -> None:
-    loader, other = make(Shards(), 2), make(Shards(), 2)
-    batches = iter(loader)
-    before = taken(batches, 4)
-    other.load_state_dict(loader.state_dict())
-    other.dataset.names.reverse()
-    assert Counter(before + taken(other)) == ALL
-
-
 def test_samples_that_wait_to_be_joined_keep_their_workers() -> None:
     divided = 0
     for stop in range(7):
@@ -285,17 +249,6 @@ def test_stateful_dataloader_resumes_with_the_same_workers() -> None:
         iter(other)
 
 
-class Nested(IterableDataset[str]):
-    """Each worker reads all shards by a loader without workers."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(taken(make(Shards(), 0)))
-
-
-def test_a_loader_without_workers_in_a_worker_reads_all_shards() -> None:
-    assert Counter(taken(make(Nested(), 2))) == ALL + ALL
-
-
 def test_ranks_are_those_of_torch_distributed_unless_the_dataset_has_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -341,23 +294,3 @@ def test_without_names_the_reason_is_given() -> None:
     next(iter(loader))
     with pytest.raises(StateError, match=r"Nameless does not name its shards; with shard_names"):
         make(Nameless(), 3).load_state_dict(loader.state_dict())
-
-
-class WithState(Shards):
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-def test_a_dataset_with_a_state_besides_keeps_its_workers() -> None:
-    loader = make(WithState(), 2)
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    same = make(WithState(), 2)
-    same.load_state_dict(state)
-    assert taken(same) == taken(batches)
-    with pytest.raises(StateError, match="has a state_dict"):
-        make(WithState(), 3).load_state_dict(state)

@@ -21,7 +21,6 @@ from support.sampler_loaders import (
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader
-from hybridloader.sampling import ShuffleSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -116,17 +115,6 @@ def test_but_for_generators_it_is_json() -> None:
         other.load_state_dict(state)
         assert taken + flat(other) == whole
         assert len(pickle.dumps(state)) < 10_000
-
-
-def test_its_size_does_not_depend_on_the_number_of_samples() -> None:
-    sizes = set()
-    for length in (100, 100_000):
-        loader = DataLoader(range(length), 10, sampler=ShuffleSampler(length, seed=0))  # type: ignore[arg-type]
-        iterator = iter(loader)
-        next(iterator)
-        text = json.dumps({**loader.state_dict(), "_hybridloader": None})
-        sizes.add(len(text) - 2 * len(str(length)))
-    assert max(sizes) - min(sizes) < 10
 
 
 def test_a_state_starts_no_worker_and_is_a_dict_of_its_own_each_time() -> None:

@@ -148,38 +148,6 @@ def test_set_epoch_keeps_a_place_in_that_epoch_and_says_that_it_drops_another() 
             assert len(flat(other)) == BATCHES
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
-@pytest.mark.parametrize("count", [BATCHES, 2], ids=["at the end", "declared finished"])
-def test_an_epoch_that_it_is_told_behind_the_end_is_not_taken_back(
-    count: int, before: bool
-) -> None:
-    """Resumed loop: ``for epoch in range(saved, epochs): loader.set_epoch(epoch)``."""
-
-    def distributed() -> DataLoader:
-        return DataLoader(NUMBERS, BATCH, sampler=DistributedSampler(NUMBERS, 1, 0))
-
-    loader = distributed()
-    loader.set_epoch(1)
-    iterator = iter(loader)
-    for _ in range(count):
-        next(iterator)
-    if count == BATCHES:
-        assert next(iterator, None) is None
-    state = {**loader.state_dict(), "_iterator_finished": True}
-    whole = distributed()
-    whole.set_epoch(2)
-    other = distributed()
-    if before:
-        other.set_epoch(2)
-    other.load_state_dict(state)
-    if not before:
-        other.set_epoch(2)
-    taken, state = left_after(other, 2)
-    rest = distributed()
-    rest.load_state_dict(state)
-    assert taken + flat(rest) == flat(whole)
-
-
 # -- ranks -----------------------------------------------------------------------------------------
 
 
@@ -194,26 +162,6 @@ def ranks(replicas: int, length: int, batch: int, uneven: str) -> list[DataLoade
         )
         for rank in range(replicas)
     ]
-
-
-@pytest.mark.parametrize("steps", [3, 4])
-def test_what_is_too_little_for_more_ranks_is_dropped_and_not_filled_from_the_next_epoch(
-    steps: int,
-) -> None:
-    seen, states = [], []
-    for loader in ranks(2, 10, 1, "drop"):
-        iterator = iter(loader)
-        seen += [next(iterator).item() for _ in range(steps)]
-        states.append(loader.state_dict())
-    assert states[0]["_index_sampler_state"] == states[1]["_index_sampler_state"]
-    resumed, fresh = ranks(4, 10, 1, "drop"), ranks(4, 10, 1, "drop")
-    for loader in resumed:
-        loader.load_state_dict(states[0])
-        seen += [index for batch in loader for index in batch.tolist()]
-    assert len(seen) == len(set(seen)) == (10 if steps == 3 else 8)
-    for loader, other in zip(resumed, fresh, strict=True):
-        other.set_epoch(1)
-        assert flat([[batch] for batch in loader]) == flat([[batch] for batch in other])
 
 
 def test_the_state_of_one_rank_serves_all_with_torchs_sampler_and_no_other_number_of_them() -> None:

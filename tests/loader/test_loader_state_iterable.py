@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.once import forget_warnings
-from support.state_cases import Plain, Stateful, Walk, Walks, place
-from torch.utils.data import DataLoader as TorchLoader
+from support.state_cases import Plain, Walk, Walks, place
 from torch.utils.data import IterableDataset
 
 from hybridloader import DataLoader, WorkerTimeout
@@ -25,19 +24,6 @@ pytestmark = [
 
 def flat(batches: Any) -> list[Any]:
     return [b.tolist() if isinstance(b, torch.Tensor) else b for b in batches]
-
-
-@pytest.mark.parametrize("dataset", [Plain, Stateful])
-def test_workers_that_stay_read_all_of_the_next_pass(dataset: Any) -> None:
-    options: dict[str, Any] = {"num_workers": 3, "backend": "threads", "persistent_workers": True}
-    loader = DataLoader(dataset(), 4, **options)
-    whole = flat(loader)
-    iterator = iter(loader)
-    next(iterator)
-    loader.load_state_dict(loader.state_dict())
-    assert [flat(loader), flat(loader)] == [whole[1:], whole]
-    assert loader._iterator is not None
-    loader._iterator.close()
 
 
 class Waiting(IterableDataset[int]):
@@ -86,23 +72,6 @@ def test_a_worker_that_dies_goes_on_behind_its_start() -> None:
     assert not LongDying.left
 
 
-def test_a_worker_that_dies_in_a_later_pass_reads_its_part_from_the_beginning() -> None:
-    options: dict[str, Any] = {"num_workers": 2, "backend": "threads", "persistent_workers": True}
-    loader = DataLoader(LongDying(), 2, **options, on_worker_death="restart")
-    LongDying.left = []
-    whole = flat(loader)
-    iterator = iter(loader)
-    for _ in range(6):
-        next(iterator)
-    loader.load_state_dict(loader.state_dict())
-    assert flat(loader) == whole[6:]
-    LongDying.left = [1]
-    assert flat(loader) == whole
-    assert not LongDying.left
-    assert loader._iterator is not None
-    loader._iterator.close()
-
-
 class Long(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         worker, _ = place()
@@ -139,15 +108,6 @@ def test_ten_shards_of_100_in_batches_of_128_are_7_batches_and_not_0() -> None:
     assert sizes(joined) == [128] * 7
     joined = DataLoader(Shards(), **options, shard_remainders="join")
     assert [number for batch in joined for number in batch.tolist()] == list(range(1000))
-
-
-@pytest.mark.parametrize(("workers", "drop_last"), [(0, True), (1, False)])
-def test_one_shard_is_as_torchs(workers: int, drop_last: bool) -> None:
-    loader = DataLoader(
-        Shards(), 7, num_workers=workers, drop_last=drop_last, shard_remainders="join",
-        backend="threads" if workers else "inline",
-    )  # fmt: skip
-    assert flat(loader) == flat(TorchLoader(Shards(), 7, drop_last=drop_last))
 
 
 @pytest.mark.parametrize(
@@ -245,22 +205,3 @@ def test_a_state_that_cannot_be_pickled_fails_who_asks_for_it_alone(where: tuple
     with pytest.raises(ValueError, match=r"Locked\).*can't be pickled, because of 'lock'"):
         loader.state_dict()
     assert flat(iterator)
-
-
-class LockedInOne(Walks):
-    """Dataset whose state can't be taken in the first worker."""
-
-    def state_dict(self) -> dict[str, Any]:
-        info = torch.utils.data.get_worker_info()
-        return Locked.state_dict(self) if info and info.id == 0 else {"at": 3}  # type: ignore[arg-type]
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-def test_a_state_that_one_worker_lacks_is_not_made_up_for_by_another() -> None:
-    iterator = iter(loader := DataLoader(LockedInOne(), 4, num_workers=2, backend="threads"))
-    for _ in range(2):  # one of each
-        next(iterator)
-    with pytest.raises(ValueError, match="can't be pickled, because of 'lock'"):
-        loader.state_dict()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.manual_clock import Clock
 from support.sampler_loaders import listed, time_states
-from support.state_cases import KEPT, LENGTH, Curriculum, Ordered
+from support.state_cases import KEPT, LENGTH, Ordered
 
 from hybridloader import DataLoader, StateError, StatefulDataLoader
 
@@ -62,25 +60,6 @@ def test_what_is_asked_again_and_again_is_of_its_own_place_each_time(
         other = loader_of("reordering", (0, "inline"))
         other.load_state_dict(state)
         assert listed(other) == whole[count:], count
-
-
-class Shrunk(Ordered):
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order[self.at : 13])
-
-
-def test_a_sampler_that_gives_less_than_it_gave_is_found_out(every: Callable[[int], None]) -> None:
-    every(9)
-    loader = loader_of("order", (0, "inline"))
-    iterator = iter(loader)
-    for _ in range(5):
-        next(iterator)
-    other = DataLoader(NUMBERS, 4, sampler=Shrunk())
-    state = loader.state_dict()
-    state["_hybridloader"]["samplers"][1] = "Shrunk"
-    other.load_state_dict(state)
-    with pytest.raises(StateError, match="returned 3 of the 4 items between"):
-        iter(other)
 
 
 class Untold(Ordered):
@@ -145,43 +124,6 @@ def test_nobody_asks_a_sampler_for_a_large_state_at_each_batch(
 
 
 # -- of datasets -----------------------------------------------------------------------------------
-
-
-class Dying(Curriculum):
-    """Dataset whose worker dies once."""
-
-    def __init__(self, flag: Path) -> None:
-        super().__init__()
-        self.flag = flag
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> int:
-        if index == 2 and not self.flag.exists():
-            self.flag.touch()
-            os._exit(3)
-        return super().__getitem__(index)
-
-
-def test_how_a_worker_began_that_took_the_place_of_another_is_not_told_of_the_next_pass(
-    tmp_path: Path,
-) -> None:
-    dataset = Dying(tmp_path / "died")
-    loader = StatefulDataLoader(
-        dataset,
-        1,
-        num_workers=1,
-        persistent_workers=True,
-        on_worker_death="restart",
-        backend="fork",
-    )
-    assert len(list(loader)) == 6
-    iterator = iter(loader)
-    told = loader.state_dict()["_snapshot"]["_worker_snapshots"]["worker_0"]
-    following = next(iterator).item()
-    assert told["dataset_state"]["level"] == following // 100 - 1 > 0
-    iterator.close()  # type: ignore[attr-defined]
 
 
 class Module(torch.nn.Module):

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from support.state_cases import Bad
 from torch.utils.data import BatchSampler, Dataset, Sampler
 
-from hybridloader import DataLoader, Skip, StatefulDataLoader, Threads, TooManyErrors
-from hybridloader.errors import WorkerPicklingError
+from hybridloader import DataLoader, Skip, StatefulDataLoader, TooManyErrors
 from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
 
 pytestmark = [
@@ -97,20 +95,6 @@ def test_a_state_within_the_epoch_after_a_resumed_end_has_the_place_of_the_itera
     assert taken + rest == [rest[-1] - 5 + k for k in range(6)], "one whole epoch, each batch once"
 
 
-def test_an_epoch_told_between_the_start_of_a_pass_and_its_first_batch_is_resumed() -> None:
-    sampler = ShuffleSampler(12, seed=0)
-    loader = DataLoader(range(12), 3, sampler=sampler)  # type: ignore[arg-type]
-    batches = iter(loader)
-    sampler.set_epoch(3)
-    taken = flat(next(batches) for _ in range(2))
-    state = loader.state_dict()
-    other: Any = DataLoader(range(12), 3, sampler=ShuffleSampler(12, seed=0))  # type: ignore[arg-type]
-    other.load_state_dict(state)
-    assert taken + flat(other) == [
-        ShuffleSampler(12, seed=0, epoch=3).order()[k] for k in range(12)
-    ]
-
-
 class Pairs(Sampler[list[int]]):
     """Sampler of batches without a state, over one of ours."""
 
@@ -143,87 +127,6 @@ def test_an_epoch_is_told_to_the_pass_that_only_its_state_was_asked_of() -> None
 
 
 # -- passes that do not go as they should ------------------------------------------------------------
-
-
-class Flaky(torch.utils.data.IterableDataset[int]):
-    """Samples of which one can't be collated."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(12))
-
-
-def refuse_three(samples: list[int]) -> list[int]:
-    if 3 in samples:
-        raise ValueError("a three")
-    return samples
-
-
-def test_a_batch_that_had_failed_before_the_state_is_passed_over() -> None:
-    loader = DataLoader(Flaky(), 2, collate_fn=refuse_three)
-    assert next(iter(loader)) == [0, 1]
-    state = loader.state_dict()
-    state["_num_yielded"] = 3  # somebody says that two more were given: the first of them raised
-    other = DataLoader(Flaky(), 2, collate_fn=refuse_three)
-    other.load_state_dict(state)
-    assert flat(other) == [6, 7, 8, 9, 10, 11]
-
-
-class Drawn:
-    """Dataset that draws, and can be copied only once it is whole."""
-
-    lock: Any = None
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> float:
-        return float(torch.rand(()))
-
-
-def test_an_iterator_that_could_not_be_made_uses_up_no_epoch() -> None:
-    def make(dataset: Any) -> Any:
-        copies = Threads(copy_dataset=True)
-        return DataLoader(dataset, 2, num_workers=1, backend=copies, seeding="sample")
-
-    torch.manual_seed(0)
-    whole = [batch.tolist() for batch in make(Drawn())]
-    dataset = Drawn()
-    dataset.lock = (value for value in ())  # a generator can't be copied
-    loader = make(dataset)
-    with pytest.raises(WorkerPicklingError, match="lock"):
-        iter(loader)
-    dataset.lock = None
-    torch.manual_seed(0)
-    assert [batch.tolist() for batch in loader] == whole
-
-
-def test_a_dataset_that_takes_arrays_is_given_lists_where_a_state_may_have_them() -> None:
-    class Arrays:
-        takes_arrays = True
-
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, index: int) -> int:
-            return index
-
-        def __getitems__(self, indices: Any) -> list[Any]:
-            return [type(indices)] * len(indices)
-
-    def kinds(*, in_order: bool) -> set[type]:
-        loader = DataLoader(
-            Arrays(),  # type: ignore[arg-type]
-            3,
-            sampler=ShuffleSampler(12, seed=0),
-            num_workers=1,
-            backend="threads",
-            in_order=in_order,
-            collate_fn=list,
-        )
-        return {kind for batch in loader for kind in batch}
-
-    assert kinds(in_order=True) != {list}
-    assert kinds(in_order=False) == {list}
 
 
 def test_a_batch_that_an_error_came_before_is_not_lost() -> None:

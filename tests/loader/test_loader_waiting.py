@@ -112,21 +112,6 @@ def test_a_sampler_of_ones_own_is_asked_when_torch_asks_it(
     assert asked(DataLoader, late, backend="threads", seeding=seeding) == wanted
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_generator_that_the_training_loop_draws_from_too_gives_torchs_numbers(own: bool) -> None:
-    def drawn(kind: Any, dataset: Any, **options: Any) -> list[Any]:
-        torch.manual_seed(0)
-        generator = torch.Generator().manual_seed(0) if own else None
-        options |= {"shuffle": True, "generator": generator, "num_workers": WORKERS}
-        made, found = kind(dataset, **options), list[Any]()
-        for _ in range(2):
-            for batch in made:
-                found.append((int(batch), torch.rand(1, generator=generator).item()))
-        return found
-
-    assert drawn(DataLoader, Late(2), backend="threads") == drawn(TorchLoader, range(LENGTH))
-
-
 OPTIONS: dict[str, Any] = {
     "in order": dict,
     "shuffled": lambda: {"shuffle": True},

@@ -183,19 +183,6 @@ def test_without_batches_a_bad_sample_is_missing(backend: str, workers: int) -> 
     assert [record.index for record in made.skipped] == [0, 5]
 
 
-def test_a_list_of_indices_without_collation_is_one_sample() -> None:
-    made = DataLoader(Keys(), None, sampler=[["a"], ["b", "bad"], ["c"]], on_error="skip")
-    assert list(made) == [["a"], ["c"]]
-    assert [record.index for record in made.skipped] == [["b", "bad"]]
-
-
-class Keys(Dataset[Any]):
-    def __getitem__(self, keys: list[str]) -> list[str]:
-        if "bad" in keys:
-            raise KeyError(keys)
-        return keys
-
-
 @pytest.mark.parametrize(
     ("make", "backend", "workers"),
     [(Samples, "inline", 0), (Together, "threads", 5), (Samples, "shared-memory", 2)],
@@ -245,18 +232,6 @@ def test_what_passes_is_not_seen_if_it_is_tried_again(backend: str, workers: int
     assert run(skipping) == []
     assert len(skipping.skipped) == 8
 
-
-def test_closing_ends_a_wait_in_a_worker() -> None:
-    attempted = threading.Event()
-
-    class Never(Samples):
-        def __getitem__(self, index: int) -> Any:
-            attempted.set()
-            raise OSError
-
-    made = loader(Never(), 4, backend="threads", num_workers=1, on_error=Retry(9, 60))
-    with iter(made):
-        attempted.wait()
     # That no thread is left is looked at after every test.
 
 

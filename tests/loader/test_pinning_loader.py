@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.compat import Noted
-from support.failing_datasets import Samples, at_gate, outcomes
+from support.failing_datasets import outcomes
 from support.fake_accelerator import FakeAccelerator, taken_for_current
 from support.installed_torch import warns_without_accelerator
 from support.pinning_datasets import (
@@ -29,7 +28,6 @@ from support.pinning_datasets import (
 from torch.utils.data import DataLoader as TorchLoader
 
 from hybridloader import DataLoader, Transfer
-from hybridloader.testing import Gate
 
 OWN = 256 << 10
 """Bytes from which on a buffer has a slot of its own."""
@@ -260,23 +258,6 @@ def test_persistent_workers_go_on_after_an_early_break_with_another_thread(
     assert all(worker.is_alive() for worker in workers)
 
 
-def test_an_epoch_begins_while_the_thread_still_waits_for_the_one_before(tmp_path: Path) -> None:
-    gate = Gate(tmp_path)
-    loader = DataLoader(
-        Samples(at_gate(gate, 1), 3),
-        num_workers=1,
-        backend="threads",
-        persistent_workers=True,
-        collate_fn=list,
-        device=FakeAccelerator(),
-    )
-    assert next(iter(loader)) == [0]
-    gate.await_arrivals()
-    again = iter(loader)
-    gate.open()
-    assert list(again) == [[0], [1], [2]]
-
-
 # -- states ----------------------------------------------------------------------------------------
 
 
@@ -349,21 +330,3 @@ def test_the_cpu_is_where_batches_are_and_takes_no_thread() -> None:
     assert not runs(TO_THREAD)
     assert first_of(next(iterator)) == [0]
     iterator.close()
-
-
-def sometimes(index: int) -> torch.Tensor:
-    if index % 5 == 1:
-        raise ValueError("bad")
-    return torch.full((4,), index, dtype=torch.int32)
-
-
-def test_samples_that_are_left_out_make_full_batches_which_are_moved_too() -> None:
-    fake = FakeAccelerator(manual=False)
-    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "on_error": "skip"}
-    data = Samples(sometimes, 40)
-    wanted = [first_of(batch) for batch in DataLoader(data, backend="threads", **options)]
-    loader = DataLoader(data, backend="threads", device=fake, **options)
-    batches = list(loader)
-    assert [first_of(batch) for batch in batches] == wanted
-    assert all(fake.holds(batch) for batch in batches)
-    assert [skipped.index for skipped in loader.skipped] == [1, 6, 11, 16, 21, 26, 31, 36]

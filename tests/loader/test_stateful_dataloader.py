@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.sampler_loaders import time_states
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hybridloader import DataLoader, StateError, StatefulDataLoader, Threads
 
@@ -300,30 +300,3 @@ def test_a_state_of_another_version_is_refused() -> None:
     ]  # as of early versions
     with pytest.raises(StateError, match="an earlier version of hybridloader saved the state"):
         loader_of(range(12), 3).load_state_dict(state)
-
-
-def test_the_order_is_that_of_a_generator_of_its_own() -> None:
-    torch.manual_seed(4)
-    seed = int(torch.empty((), dtype=torch.int64).random_())
-    generator = torch.Generator().manual_seed(seed)
-    torch.manual_seed(4)
-    loader = loader_of(range(12), 5, shuffle=True, drop_last=True)
-    expected = [torch.randperm(12, generator=generator).tolist() for _ in range(2)]
-    for order in expected:
-        assert [index for batch in loader for index in batch] == order[:10]
-    assert isinstance(loader.sampler, RandomSampler)
-    assert isinstance(loader.batch_sampler, BatchSampler)
-    assert (loader.batch_size, loader.drop_last, len(loader)) == (5, True, 2)
-
-
-def test_what_was_drawn_is_replayed_by_number_after_an_edit() -> None:
-    """State from which accelerate has subtracted the batches that it has read ahead."""
-    loader = loader_of(range(12), 3, shuffle=True)
-    iterator = iter(loader)
-    batches = [next(iterator) for _ in range(3)]
-    state = loader.state_dict()
-    state["_sampler_iter_yielded"] -= 1
-    state["_num_yielded"] -= 1
-    other = loader_of(range(12), 3, shuffle=True)
-    other.load_state_dict(state)
-    assert list(other) == [batches[2], *iterator]

@@ -7,11 +7,10 @@ import threading
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, ClassVar
-from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
-from support.compat import Numbers, flat, keep
+from support.compat import Numbers, flat
 from support.forking import in_a_fork
 from support.once import forget_warnings
 from support.platforms import FORK
@@ -83,41 +82,7 @@ def test_a_generator_that_nobody_keeps_ends_with_the_pass(options: dict[str, Any
         assert data.events == ["opened", "closed"] * number
 
 
-class Failing:
-    """`collate_fn` that keeps the thread which it is called on."""
-
-    def __call__(self, batch: list[int]) -> Any:
-        self.thread = threading.get_ident()
-        raise KeyError(batch[0])
-
-
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "backend": "threads"}], ids=str)
-def test_a_generator_ends_in_its_worker_though_an_error_of_collate_is_kept(
-    options: dict[str, Any],
-) -> None:
-    """The error's traceback has the frame that read the generator."""
-    data, collate = Opening(), Failing()
-    data.events.clear()
-    it: Any = iter(DataLoader(data, 2, collate_fn=collate, **options))
-    with pytest.raises(KeyError) as kept:
-        next(it)
-    it.close()
-    assert data.events == ["opened", "closed"]
-    assert data.thread == collate.thread
-    assert kept.value is not None
-
-
 # -- samplers and datasets -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
-def test_a_mock_may_be_the_sampler(name: str) -> None:
-    sampler = MagicMock()
-    sampler.__iter__.return_value = iter([[1], [2]] if name == "batch_sampler" else [1, 2])
-    loader: Any = DataLoader(Numbers(), **{name: sampler}, collate_fn=keep)
-    assert list(loader) == [[1], [2]]
-    with pytest.raises(TypeError, match="must be an iterable of indices"):
-        DataLoader(Numbers(), **{name: Mock()})
 
 
 class Wrapped:
@@ -153,25 +118,6 @@ def test_getitems_of_a_wrapper_is_found_where_torch_finds_it() -> None:
 # -- subclasses and attributes ---------------------------------------------------------------------
 
 
-class Counting(DataLoader):
-    """A user's loader that counts under names which ours has, and torch's has not."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.skipped = 0  # type: ignore[assignment]
-        self.resuming = True  # type: ignore[assignment]
-
-
-def test_names_of_ours_that_are_no_parameters_may_be_used() -> None:
-    loader = Counting(Numbers(4), 2)
-    assert (loader.skipped, loader.resuming) == (0, True)
-    loader.skipped += 1  # type: ignore[operator]
-    assert len(list(loader)) == 2
-    assert loader.skipped == 1
-    del loader.skipped, loader.resuming
-    assert (loader.skipped, loader.resuming) == ((), None)
-
-
 class OfAFramework(DataLoader):
     """A user's loader that means something else by `device`."""
 
@@ -200,16 +146,6 @@ class Streamed(IterableDataset[Any]):
         info = get_worker_info()
         assert info is not None
         return iter([info.id] * 4)
-
-
-@pytest.mark.parametrize("backend", ["threads", None])
-def test_fewer_workers_for_persistent_ones_count_from_the_next_iterator_on(backend: Any) -> None:
-    """As with torch, which resets the workers that it has."""
-    loader: Any = DataLoader(Streamed(), 2, num_workers=2, persistent_workers=True, backend=backend)
-    first = flat(loader)
-    loader.num_workers = 1
-    assert flat(loader) == first == [0, 0, 1, 1] * 2
-    loader._iterator.close()
 
 
 @pytest.mark.filterwarnings("ignore:Streamed has no state_dict")
