@@ -338,9 +338,8 @@ class CheckedResults(Iterator[Any]):
                 worker = last.worker if self._progress.workers else None
                 self._budget.count(outcome.attempted, outcome.failures, worker)
         self._progress.note_result(last)
-        last.extras = (
-            None  # the traceback of an inline worker's error refers to the caller's frames
-        )
+        # The traceback of an inline worker's error refers to the caller's frames.
+        last.extras = None
         found, outcome = self._received.pop()
         return found, None if outcome is None else outcome.rest
 

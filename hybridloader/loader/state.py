@@ -141,9 +141,8 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
     stay = bool(plan.num_workers and plan.persistent_workers)
     starts, division = progress.starts(), progress.division
     with_starts = (iterable and not over) or any(start.stateful for start in starts)
-    waiting = [
-        worker for worker, _ in progress.waiting
-    ]  # those with samples to be joined, in order
+    # Workers with samples to be joined, in order:
+    waiting = [worker for worker, _ in progress.waiting]
     # Nothing in the dict is shared with this epoch; a copy of it, with tensors, would take 100 us more.
     sampler_state = None if sampler is None else given(sampler.sampler)
     index_state = {"samples_yielded": count * size, "sampler_state": sampler_state}

@@ -165,7 +165,7 @@ def test_what_arrives_read_only_is_copied_into_a_slot_and_may_be_written_to() ->
     np.testing.assert_array_equal(payload.peek()[0], array)
     payload.slots = slots
     large, small = payload.open()
-    assert slots.size >= array.nbytes
+    assert slots.pool.size >= array.nbytes
     np.testing.assert_array_equal(large, array)
     large += 1
     small += 1
