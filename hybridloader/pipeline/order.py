@@ -418,7 +418,7 @@ class Repeat(Operator):
 
     times: int | None = None
 
-    cheap = keeps_count = many_passes = True
+    cheap = keeps_count = True
 
     def __post_init__(self) -> None:
         instead = "give how many passes, or None for passes without end"

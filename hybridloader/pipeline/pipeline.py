@@ -534,11 +534,6 @@ class Pipeline(Chain):
     def __bool__(self) -> bool:
         return True
 
-    @property
-    def repeats(self) -> bool:
-        """True if one run reads a part of the pipeline several times."""
-        return any(operator.many_passes for operator in steps_in(self))
-
     def __repr__(self) -> str:
         return f"<Pipeline {' -> '.join(operator.describe() for operator in self.operators)}>"
 

@@ -400,8 +400,6 @@ class Operator(ABC):
     """True if it only counts, selects or reorders items, so that it needs no thread before a stage."""
     goes_first: ClassVar[bool] = False
     """True if it selects items by their numbers alone: it is moved before one-to-one functions."""
-    many_passes: ClassVar[bool] = False
-    """True if it passes over the items before it more than once in a run."""
     joins_by_number: ClassVar[bool] = False
     """True if it joins the items of its `branches` by their numbers."""
     keeps_gaps: ClassVar[bool] = True

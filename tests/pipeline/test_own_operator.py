@@ -218,8 +218,6 @@ def test_a_step_may_refuse_before_anything_is_started() -> None:
 class Twice(Operator):
     """All items, and all of another pass."""
 
-    many_passes = True
-
     def open(self, items: Iterator[Any], context: Any) -> Iterator[Any]:
         raise AssertionError("`begin` is asked")
 
@@ -230,7 +228,6 @@ class Twice(Operator):
 def test_a_step_may_pass_over_its_items_several_times() -> None:
     pipe = Pipeline.from_dataset("abc", shuffle=True, seed=1)
     assert list(pipe.apply(Twice())) == [*pipe.run(epoch=0), *pipe.run(epoch=1)]
-    assert pipe.apply(Twice()).repeats
 
 
 @dataclass(frozen=True)
