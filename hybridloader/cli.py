@@ -338,7 +338,7 @@ def _pack(arguments: argparse.Namespace) -> str | None:
                 bytes_per_shard=arguments.bytes_per_shard,
                 workers=arguments.workers,
                 storage_options=arguments.storage_options,
-                report=lambda done: report(done, 0, ""),
+                report=report,
             )
     except (OSError, ImportError, ValueError, TypeError) as error:
         return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
@@ -447,11 +447,11 @@ def _explain(arguments: argparse.Namespace) -> str | None:
 
 
 @contextlib.contextmanager
-def _progress(unit: str) -> Iterator[Callable[[int, int, str], object]]:
+def _progress(unit: str) -> Iterator[Callable[..., object]]:
     """Count on standard error: on a terminal as it goes, and at the end."""
     line = f"0 {unit} are done"
 
-    def show(done: int, total: int, name: str) -> None:
+    def show(done: int, total: int = 0) -> None:
         nonlocal line
         line = f"{done:,} of {total:,} {unit} are done" if total else f"{done:,} {unit} are done"
         if sys.stderr.isatty():

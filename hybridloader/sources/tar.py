@@ -408,8 +408,8 @@ def index_archives(
     *,
     storage_options: Mapping[str, Any] | None = None,
     at_once: int = 8,  # number of archives that are read at a time
-    # Called with the number of archives that are done, the number of all, and the name of one:
-    report: Callable[[int, int, str], object] = lambda *_: None,
+    # Called with the number of archives that are done, and the number of all:
+    report: Callable[[int, int], object] = lambda *_: None,
 ) -> list[tuple[str, Exception]]:
     """Index archives into a folder that `Tar` reads as ``index=folder``; those that are there, stay.
 
@@ -426,7 +426,7 @@ def index_archives(
                 error = future.exception()
                 if isinstance(error, Exception):
                     failures.append((store.name(path), error))
-                report(done, len(places), store.name(path))
+                report(done, len(places))
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
