@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from typing import Any
 
@@ -75,12 +74,6 @@ def test_other_batches_end_the_case() -> None:
     with pytest.raises(Mismatch, match="fork did not deliver the batches that torch delivers"):
         run(fakes, 1)
     assert all(fake.closed for fake in fakes.values())
-
-
-def test_waiting_for_quiet_ends() -> None:
-    shares, clock = iter([0.5, 0.3, 0.05]), itertools.count()
-    assert runner.wait_for_quiet(shares.__next__, 10, clock.__next__)
-    assert not runner.wait_for_quiet(lambda: 0.5, 3, clock.__next__)
 
 
 # -- processes -----------------------------------------------------------------------------------------
@@ -166,15 +159,6 @@ def test_rivals_deliver_the_batches_of_torchs(loader: str, monkeypatch: pytest.M
         assert process.ask("pace", loader, spec, True)["digest"] == expected[0]["digest"]
 
 
-@pytest.mark.full
-def test_fresh_workers_deliver_the_batch_of_torchs() -> None:
-    spec, found = CASES["start2"].spec | {"workers": 1, "length": 32}, set()
-    for loader in ("torch", "spawn"):
-        with contextlib.closing(Process()) as process:
-            found.add(process.ask("first_batch", loader, spec)["digest"])
-    assert len(found) == 1
-
-
 @pytest.mark.parametrize("name", ["disk", "store", "tables"])
 def test_stored_samples_come_once(name: str) -> None:
     if name == "tables":
@@ -227,18 +211,6 @@ def test_loaders_are_compared_in_words(
     assert page.against(other, ours, row() | {"unit": unit}, "a reason") == words
 
 
-def test_a_difference_within_the_noise_is_level() -> None:
-    assert page.against(1.09, 1.0, row() | {"noise": 0.09}) == "level"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(1.23456, "1.23"), (19.96, "20"), (1944.4, "1,944"), (0.0426, "0.0426"), (100.0, "100")],
-)
-def test_numbers_have_three_digits(value: float, text: str) -> None:
-    assert page.number(value) == text
-
-
 def test_a_row_has_the_best_of_ours_and_of_the_rivals() -> None:
     named = {"torch": [9.0], "fork": [3.0], "threads": [2.0]}
     named |= {"Grain threads": [4.0], "SPDL threads": [5.0], f"threads{BEFORE}": [1.0]}
@@ -274,13 +246,6 @@ def test_a_figure_is_written_and_one_that_is_missing_is_an_error() -> None:
 def test_a_result_of_an_old_commit_is_stale(age: int | None, lines: int) -> None:
     assert len(page.stale({"small": row()}, lambda commit: age)) == lines
     assert not page.stale({"small": row() | {"quiet": False}}, lambda commit: age)
-
-
-def test_a_commit_that_is_not_in_the_history_is_stale() -> None:
-    def since(commit: str) -> int:
-        raise ValueError("no commit")
-
-    assert page.stale({"small": row()}, since) == ["small: no commit"]
 
 
 def test_the_pages_quote_the_kept_results() -> None:

@@ -18,7 +18,6 @@ import pytest
 from benchmarks.device import __main__ as command
 from benchmarks.device import steps
 from benchmarks.device.record import KEPT, Line, passage, read, table, written
-from benchmarks.device.steps import percentile
 
 ROOT = Path(__file__).parents[2]
 STUB = ROOT / "tests" / "support" / "stub_cuda"
@@ -81,31 +80,6 @@ class Device:
             yield number
 
 
-def test_who_waits_in_next_and_who_is_held_up_are_named() -> None:
-    device = Device()
-    device.ready = [0.0] * 50
-
-    def slow(seconds: float) -> Iterator[int]:
-        for number in range(50):
-            device.clock.now += seconds if number % 2 else 0.0
-            yield number
-
-    class Stutters(Point):
-        def query(self) -> bool:
-            self.clock.now += 0.003
-            return super().query()
-
-    seconds, waits, late = steps.stepping(slow(0.014), device, 5, 50, device.clock)
-    assert seconds == pytest.approx((0.005 + 0.014) / 2, rel=0.02)
-    seconds, waits, late = steps.stepping(slow(0.004), device, 5, 50, device.clock)
-    assert seconds == pytest.approx(0.005, rel=0.02), "what is shorter than a step costs nothing"
-    assert percentile(waits, 0.99) == pytest.approx(0.004, rel=0.01)
-    assert percentile(late, 0.99) < 1e-5
-    device.step = lambda batch, products: Stutters(device.clock, device.clock.now + 0.02)  # type: ignore[method-assign,assignment]
-    _, _, late = steps.stepping(iter(range(9)), device, 5, 9, device.clock)
-    assert percentile(late, 0.5) == pytest.approx(0.003, abs=2 * steps.TICK)
-
-
 @pytest.mark.parametrize(("beside", "step"), [(True, 0.0), (False, COPY)])
 def test_a_batch_takes_as_long_as_its_copy_and_a_step_may_hide_it(
     beside: bool, step: float
@@ -117,12 +91,6 @@ def test_a_batch_takes_as_long_as_its_copy_and_a_step_may_hide_it(
     assert seconds == pytest.approx(0.015 + step, rel=0.05)
     taken = [batch for batch in device.used if batch is not None]
     assert taken == list(range(len(taken)))
-
-
-def test_percentiles() -> None:
-    assert percentile([], 0.99) == 0
-    assert percentile(list(range(100)), 0.99) == 98
-    assert percentile([3, 1, 2], 0.5) == 2
 
 
 # -- results -----------------------------------------------------------------------------------------
@@ -155,11 +123,6 @@ def test_the_page_reports_the_kept_run() -> None:
     page = ROOT / "docs" / "devices.md"
     text = page.read_text()
     assert written(text, read(KEPT)) == text, "run: python -m benchmarks.device --page " + str(page)
-
-
-def test_a_page_without_marks_is_refused() -> None:
-    with pytest.raises(ValueError, match="has no <!-- device:begin -->"):
-        written("# Devices", LINES)
 
 
 # -- the command -------------------------------------------------------------------------------------

@@ -45,32 +45,9 @@ def test_a_part_looks_after_each_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["looks"]["threads"][0] >= found["looks"]["processes"][0] >= 1
 
 
-@pytest.mark.parametrize(("values", "which", "expected"), [
-    (list(range(20)), 1, [2, 3]),
-    (list(range(20)), 9, [18, 19]),
-    ([5, 6, 7], 1, [5]),
-    ([5, 6, 7], 9, [7]),
-])  # fmt: skip
-def test_tenths_of_a_run(values: list[float], which: int, expected: list[float]) -> None:
-    assert command.tenth(values, which) == expected
-
-
 def looks(**more: float) -> dict[str, list[float]]:
     """20 looks in which nothing grows, but for what is more at the end."""
     return {name: [10.0] * 18 + [10.0 + more.get(name, 0)] * 2 for name in part.COLUMNS}
-
-
-@pytest.mark.parametrize(
-    ("more", "grown"),
-    [
-        ({}, []),
-        ({"memory_mb": 8.0}, []),
-        ({"memory_mb": 8.1}, ["memory_mb 10 -> 18.1"]),
-        ({"threads": 1, "segments": 2}, ["threads 10 -> 11", "segments 10 -> 12"]),
-    ],
-)
-def test_growth_is_named(more: dict[str, float], grown: list[str]) -> None:
-    assert command.changes(looks(**more)) == grown
 
 
 class Answering:

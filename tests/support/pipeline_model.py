@@ -543,7 +543,6 @@ STEPS: dict[str, tuple[Build, Model, str]] = {
     "map": (on("map", changed), each(one(changed)), ""),
     "map, raise": (on("map", fails_sometimes), each(one(fails_sometimes)), ""),
     "map, skip": (on("map", fails_sometimes, "skip"), each(one(fails_sometimes), "skip"), "s"),
-    "map, retry": (on("map", fails_sometimes, "retry"), each(one(fails_sometimes), "skip"), "s"),
     "map, replace": (
         on("map", fails_sometimes, "replace"),
         each(one(fails_sometimes), "replace"),
@@ -567,11 +566,6 @@ STEPS: dict[str, tuple[Build, Model, str]] = {
         on("flat_map", several_and_fails, "skip"),
         each(several_and_fails, "skip"),
         "sl",
-    ),
-    "flat_map, replace": (
-        on("flat_map", several_and_fails, "replace"),
-        each(several_and_fails, "replace"),
-        "l",
     ),
     "batch": (batching("batch", 3), grouped(by_number(3)), "l"),
     "batch, full": (
@@ -597,18 +591,12 @@ STEPS: dict[str, tuple[Build, Model, str]] = {
         grouped(by_key(kind, size_of), drop_last=True),
         "l",
     ),
-    "bucket_by, function": (
-        batching("bucket_by", kind, size_of),
-        grouped(by_key(kind, size_of)),
-        "l",
-    ),
     "unbatch": (step("unbatch", split=parts), each(parts), "l"),
     "packed": (packing(5), split(5), "l"),
     "packed whole": (packing(6, "first_fit", 2, "truncate"), first_fit(6, 2), "l"),
     "shuffle": (step("shuffle", 4, seed=5), drawn(4, 5), "el"),
     "take": (step("take", 7), take(7), ""),
     "skip": (step("skip", 2), every(2, 1), ""),
-    "skip 1": (step("skip", 1), every(1, 1), ""),
     "shard": (step("shard", 3, 1), every(1, 3), ""),
     "enumerate": (step("enumerate", 5), numbered(5), ""),
     "cache": (step("cache"), lambda before, epoch: before, "c"),
