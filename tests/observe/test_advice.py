@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.utils.data
 from support import platforms
-from support.recordings import CoroutineUse, Figures, StageRecord, advice_on, for_start, judge
+from support.recordings import Figures, StageRecord, advice_on, for_start, judge
 
 from hybridloader import DataLoader, Pipeline, StatefulDataLoader, get_worker_info
 
@@ -162,17 +162,3 @@ def test_what_is_advised_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch)
     for late in (False, True):
         for change in changes(for_start(stage, late=late)):
             make(**change)
-
-
-def test_several_coroutines_are_counted_together() -> None:
-    """As many more of them as it would take workers."""
-    use = CoroutineUse("map(f)", 6, 100, 1.0, 0.0)
-    stage = StageRecord("map(f)", "threads", 2, busy=1.0, coroutines=use)
-    figures = Figures(
-        **dict.fromkeys(["recording", "names", "full", "warmup", "p50", "p99", "by_stage"]),
-        **dict.fromkeys(["late", "opening"], 0.0),
-        seconds=4.0,
-        calls=10,
-        stall=3.0,
-    )
-    assert "concurrency=24 (6 now) of map(f)" in advice_on(figures, stage, "waits")

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.utils.data
 from support.fake_accelerator import FakeAccelerator
-from support.platforms import GIL
 
 from hybridloader import DataLoader, Pipeline, get_worker_info
 from hybridloader.observe import Stats
@@ -146,10 +145,6 @@ ROWS: dict[str, tuple[Callable[[], Stats], tuple[str, str | None], str, str]] = 
         lambda: run_of(MORE.map(sleeping, **THREADS).map(quick, **FORK)),
         *(WAITS, "map(sleeping)", "num_workers="),
     ),
-    "the second of two steps": (
-        lambda: run_of(MORE.map(quick, **THREADS).map(sleeping, **FORK)),
-        *(WAITS, "map(sleeping)", "num_workers="),
-    ),
     "a slow source": (
         lambda: run_of(Pipeline.from_iterable(slowly).map(quick, **THREADS)),
         *(("source", None), "from_iterable(slow", ""),
@@ -162,25 +157,13 @@ ROWS: dict[str, tuple[Callable[[], Stats], tuple[str, str | None], str, str]] = 
         lambda: run_of(FEW.map(sleeping)),
         *(("stage", None), "map(sleeping)", "backend"),
     ),
-    "batches without workers": (
-        lambda: run_of(FEW.map(quick, **THREADS).map(sleeping).batch(2, collate_fn=list)),
-        *(("stage", None), "map(sleeping) + ba", ""),
-    ),
     "a branch": (lambda: joined(FEW, FEW), WAITS, "map(sleeping)", ""),
     "coroutines": (
         lambda: run_of(MORE.map(awaiting, concurrency=4)),
         *(WAITS, "map(awaiting)", "(4 now) of map(awaiting)"),
     ),
-    "coroutines in processes": (
-        lambda: run_of(FEW.map(awaiting, concurrency=1, **FORK)),
-        *(WAITS, "map(awaiting)", "(1 now) of map(awaiting)"),
-    ),
     "coroutines that block": (
         lambda: run_of(FEW.map(blocking, concurrency=1, **THREADS)),
-        *(("stage", "blocks-loop"), "map(blocking)", "await that"),
-    ),
-    "coroutines that block in processes": (
-        lambda: run_of(MORE.map(blocking, concurrency=4, **FORK)),
         *(("stage", "blocks-loop"), "map(blocking)", "await that"),
     ),
     "a dataset that waits": (
@@ -194,10 +177,6 @@ ROWS: dict[str, tuple[Callable[[], Stats], tuple[str, str | None], str, str]] = 
     "a worker without data": (
         lambda: loaded(OneReader(), 2, **FORK),
         *(WAITS, "DataLoader", "will not help"),
-    ),
-    "a collation that waits": (
-        lambda: loaded(Work(length=240), 2, collate_fn=sleeping, threads_per_worker=2, **FORK),
-        *(WAITS, "DataLoader", "num_workers="),
     ),
 }
 QUIET: dict[str, tuple[Callable[[], Stats], tuple[str, str | None], str, str]] = {
@@ -253,15 +232,6 @@ def test_turns_of_an_event_loop_are_those_of_its_coroutines() -> None:
     assert stats.verdict.kind != "blocks-loop", stats
 
 
-@pytest.mark.full
-def test_threads_that_compute_are_known_from_their_cpu_time() -> None:
-    stats = loaded(Work(spinning), **THREADS)
-    (row,) = (stage for stage in stats.stages if stage.name == "DataLoader")
-    assert row.cpu is not None
-    assert row.cpu >= 60 * NAP * 0.8
-    assert (stats.verdict.kind == "holds-gil") == GIL, str(stats)
-
-
 @pytest.mark.parametrize("options", [FORK, {**THREADS, "persistent_workers": True}])
 def test_a_file_that_workers_open_with_their_first_sample_is_their_start(
     options: dict[str, Any],
@@ -284,7 +254,7 @@ def test_a_file_that_workers_open_with_their_first_sample_is_their_start(
         loader._iterator.close()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("backend", ["inline", "threads", "fork"])
+@pytest.mark.parametrize("backend", ["inline", "threads"])
 def test_a_slow_copy_to_a_device_is_named(backend: str) -> None:
     """The thread that pins has a row, the last before the loop, in each epoch its own."""
     data: Any = Work(lambda index: torch.ones(2))

@@ -88,14 +88,6 @@ def test_each_stage_has_its_own_and_all_forms_show_them() -> None:
         assert "restarted" not in text
 
 
-def test_retries_without_workers_are_counted_on_over_epochs() -> None:
-    pipe = Pipeline.from_iterable(range(40)).map(flaky, on_error=Retry(1, backoff=0.0, then=Skip()))
-    with pipe.epochs(3, observe=True) as epochs:
-        for number, run in enumerate(epochs, 1):
-            list(run)
-            assert run.stats().faults.counts == (4 * number, 0, 4 * number, 0)
-
-
 class DiesOnce:
     def __init__(self, marker: Path) -> None:
         self.marker = marker

@@ -77,17 +77,6 @@ def test_the_device_is_waited_for() -> None:
     assert found.speedup < 1.05
 
 
-def test_a_short_loader_has_fewer_steps() -> None:
-    found = Scripted(5, load=0.3, work=0.1).headroom()
-    assert (found.steps, found.batches) == (3, 3)
-    assert found.speedup == pytest.approx(4.0)
-
-
-def test_a_loop_that_is_quicker_with_loading_has_no_headroom() -> None:
-    assert Headroom(loading=0.1, ready=0.11, steps=5, batches=2).speedup == 1.0
-    assert Headroom(loading=0.1, ready=0.0, steps=5, batches=2).speedup == 1.0
-
-
 class Lengthless(IterableDataset[int]):
     """Dataset whose class has a `__len__` that is only there to be overridden."""
 
@@ -169,33 +158,6 @@ def test_a_step_that_raises_closes_the_iterator() -> None:
 
 
 # -- of a script: loaders return the same few batches ------------------------------------------------
-
-
-def test_epochs_that_are_left_early_count_what_the_device_has_done() -> None:
-    """A step takes 1 ms to launch and 20 ms on the device; the loop leaves each epoch by `break`."""
-    clock, done = Clock(), [0.0]
-
-    def wait() -> None:
-        clock.now = max(clock.now, done[0])
-
-    def step() -> None:
-        clock.now += 0.001
-        done[0] = max(done[0], clock.now) + 0.020
-
-    kept = KeptBatches("DataLoader", 1000, clock, wait)
-    for _ in range(3):
-        kept.begin()
-        for batch in range(60):
-            if kept.enough:
-                kept.again()
-            else:
-                clock.now += 0.030
-                if kept.keep(batch):
-                    kept.mark()
-            step()
-        wait()
-        clock.now += 5.0
-    assert kept.ready / kept.steps == pytest.approx(0.020, rel=0.1)
 
 
 def test_times_are_those_of_the_loop_with_and_without() -> None:
@@ -288,21 +250,3 @@ def test_loaders_that_cannot_load_as_ever() -> None:
         "hybridloader: DataLoader 2 loaded all its batches, because no epoch had more than 3.",
         "hybridloader: DataLoader 3 loaded all its batches, because no epoch had more than 36.",
     ]
-
-
-def test_the_shortest_loader_that_can_and_none() -> None:
-    written = io.StringIO()
-    with Reuse(written):
-        assert [int(batch) for batch in DataLoader(range(4))] == [0, 1, 1, 0]  # type: ignore[arg-type]
-    assert "1 steps with loading, 3 on 2 batches." in written.getvalue()
-    with Reuse(written := io.StringIO()):
-        pass
-    assert "no loop took batches of a DataLoader: no headroom" in written.getvalue()
-
-
-def test_batches_go_with_their_loader() -> None:
-    with Reuse(io.StringIO()) as reuse:
-        for number in range(3):
-            data: Any = [number] * 20
-            assert {int(batch) for batch in DataLoader(data)} == {number}, "not those of another"
-    assert len(reuse.loaders) == 3

@@ -5,7 +5,6 @@ The datasets note what they did themselves, by the clock that the meters read.
 
 from __future__ import annotations
 
-import gc
 import json
 import pickle
 import threading
@@ -82,8 +81,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "inline": {"backend": "inline"},
     "threads": {"backend": "threads", "num_workers": 2},
     "fork": {"backend": "fork", "num_workers": 2},
-    "threads in any order": {"backend": "threads", "num_workers": 2, "in_order": False},
-    "fork in any order": {"backend": "fork", "num_workers": 2, "in_order": False},
     "threads that stay": {"backend": "threads", "num_workers": 2, "persistent_workers": True},
     "fork that stays": {"backend": "fork", "num_workers": 2, "persistent_workers": True},
 }
@@ -114,21 +111,6 @@ def test_threads_of_a_worker_work_side_by_side(backend: str) -> None:
     check(loader.stats(), batches, 2, threads=2)
     row = row_of(loader.stats())
     assert (row.cpu is None) == (backend == "threads"), "of threads within a thread nobody knows"
-
-
-@pytest.mark.parametrize("backend", ["inline", "fork"])
-def test_a_pass_that_was_resumed_counts_from_there(backend: str) -> None:
-    options: dict[str, Any] = {"backend": backend, "num_workers": 0 if backend == "inline" else 2}
-    loader = made(StatefulDataLoader, **options)
-    before = iter(loader)
-    for _ in range(5):
-        next(before)
-    again = made(StatefulDataLoader, **options)
-    again.load_state_dict(loader.state_dict())
-    before.close()
-    batches = list(again)
-    assert len(batches) == BATCHES - 5
-    check(again.stats(), batches, options["num_workers"])
 
 
 def test_workers_that_share_batches_are_measured_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,25 +168,6 @@ def test_who_was_not_asked_to_observe_says_how_to() -> None:
         next(epochs).stats()
     with pytest.raises(TypeError, match="observe"):
         small(observe="yes")
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_statistics_of_a_loader_are_of_the_latest_epoch(persistent: bool) -> None:
-    loader = small(observe=True, persistent_workers=persistent)
-    for _ in range(3):
-        assert len(list(loader)) == 4
-        assert [stage.items for stage in loader.stats().stages] == [4, 4, 4]
-    if persistent:
-        loader._iterator.close()  # type: ignore[union-attr]
-    assert loader.stats().items == 4
-
-
-def test_statistics_outlive_an_iterator_that_is_left() -> None:
-    loader = small(observe=True)
-    for _ in loader:
-        break
-    gc.collect()  # the fixture of all tests looks that nothing is left
-    assert loader.stats().seconds == loader.stats().seconds
 
 
 def test_statistics_of_a_run_go_on_over_epochs_and_begin_at_a_state() -> None:

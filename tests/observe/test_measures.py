@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import sys
@@ -17,8 +16,7 @@ from hybridloader import Pipeline, Threads
 from hybridloader.engine import ByReference, Done
 from hybridloader.fetching.readers import Step, WorkFetch
 from hybridloader.observe import measures as measures_module
-from hybridloader.observe.measures import CoreUsage, StageMeasures, affinity, limit, read, share
-from hybridloader.pipeline import Placement
+from hybridloader.observe.measures import CoreUsage, StageMeasures, affinity, limit, share
 from hybridloader.testing import FakeClock
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files of Linux")
@@ -77,17 +75,6 @@ def test_a_quota_limits_the_cores(
     assert found == (len(affinity()) if cores is None else cores)
 
 
-@pytest.mark.parametrize(("quota", "workers"), [(250_000, 3), (20_000, 1), ("max", 64)])
-def test_a_step_has_a_worker_for_each_core_by_default(
-    quota: int | str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = machine(tmp_path, "0::/job\n", {"job/cpu.max": f"{quota} 100000\n"})
-    monkeypatch.setattr(measures_module, "affinity", lambda: set(range(64)))
-    monkeypatch.setattr(measures_module, "limit", lambda *_: limit(*files))
-    placement = Placement.of("map", {"backend": "threads"})
-    assert placement.num_workers == workers
-
-
 SHARES: list[tuple[int, int, str, str | None, float]] = [
     # Ranks, cores of the affinity, quota, cpuset of the cgroup; cores of a machine of 64 for a rank.
     (1, 64, "max", None, 64),
@@ -140,22 +127,6 @@ def test_a_step_has_a_worker_for_each_core_of_its_rank_and_the_table_tells(
     assert "fork x 3 " in table
     assert table.count("cores of 1 of 8 ranks") == shown
     assert CoreUsage().use().share == (8 if shown else None)
-
-
-def test_no_files_limit_nothing(tmp_path: Path) -> None:
-    assert limit(tmp_path, tmp_path) == (len(affinity()), None)
-    for folder in (None, tmp_path):
-        reading = read({0}, folder, tmp_path)
-        assert reading.busy is None
-        assert reading.throttled == reading.periods == 0
-
-
-def test_only_the_cores_of_this_process_count(tmp_path: Path) -> None:
-    stat = (
-        "cpu 9 9 9 9 9 9 9 9\ncpu0 100 0 50 900 7 1 2 3 0 0\ncpu1 1000 0 0 0 0 0 0 0 0 0\nintr 1\n"
-    )
-    _, proc = machine(tmp_path, "0::/job\n", {}, stat)
-    assert read({0}, None, proc).busy == 156 / os.sysconf("SC_CLK_TCK")
 
 
 STATS = [
@@ -244,16 +215,3 @@ def test_seconds_without_work_are_starved_or_blocked(
     clock.now += 50
     measures.close()
     assert measures.elapsed == pytest.approx(elapsed)
-
-
-def test_no_seconds_of_a_running_stage_are_negative() -> None:
-    """Its clock moves between two reads."""
-    clock = itertools.count(100.0)
-    fetch = WorkFetch((Step("map", abs),))
-    measures = StageMeasures(Threads(), fetch, 2, 1, each=True, clock=lambda: float(next(clock)))
-    measures.idle(0, starved=False)
-    measures.turned_away()
-    measures.worked += 5.0
-    measures.pulled()
-    # The time without work or input is 1 s at the first read. At the next it is 3 s, 2 s of it blocked.
-    assert measures.other == 0

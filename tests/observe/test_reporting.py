@@ -93,14 +93,6 @@ def test_each_epoch_begins_anew_and_ends_with_a_call(clock: Clock) -> None:
     assert seen[3:] == [4, 8], "once for each epoch"
 
 
-def test_an_interrupt_in_it_is_the_users() -> None:
-    def interrupt(stats: Stats) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        list(loader(Observe(interrupt)))
-
-
 def test_on_any_backend_and_beside_install() -> None:
     seen = list[Stats]()
     policy = Observe(seen.append)

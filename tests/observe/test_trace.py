@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_accelerator import FakeAccelerator
 from support.platforms import needs_fork
 from support.recordings import Event, chrome_events
 from support.traces import ReadTrace
@@ -118,14 +117,6 @@ def test_several_loaders_and_epochs_have_names_of_their_own(path: Path) -> None:
     assert names == {f"DataLoader{number} worker 0" for number in ("", " 2", " 3")}
 
 
-def test_the_thread_that_pins(path: Path) -> None:
-    trace = loaded(path, num_workers=1, backend="fork", device=FakeAccelerator())
-    (track,) = (name for name in trace.tracks.values() if name.startswith("hybridloader-"))
-    assert {track} == {trace.track(event) for event in trace.named("open")}
-    assert track in {trace.track(event) for event in trace.named("wait")}
-    assert len(trace.named("next()")) == 17
-
-
 def test_a_restart(path: Path, tmp_path: Path) -> None:
     dataset = Work(bad=20, deadly=str(tmp_path / "died"))
     trace = loaded(path, dataset, num_workers=2, backend="fork", on_worker_death="restart")
@@ -152,15 +143,6 @@ def test_a_trace_that_an_error_ends_is_written(path: Path) -> None:
     assert len(trace.named("task")) >= 1
 
 
-def test_a_worker_whose_slices_are_too_many_drops_the_oldest_and_counts(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hybridloader.observe.tracing.SLICES", 2)
-    trace = loaded(path, num_workers=1, backend="fork")
-    assert trace.whole["otherData"]["dropped_by_workers"] > 0
-    assert trace.named("task")
-
-
 def test_a_trace_keeps_the_latest_events_and_counts_the_others(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     with hybridloader.observe.trace(path, max_events=10):
@@ -168,17 +150,6 @@ def test_a_trace_keeps_the_latest_events_and_counts_the_others(tmp_path: Path) -
     trace = ReadTrace(path)
     assert len([event for event in trace.events if event["ph"] in "Xi"]) == 10
     assert trace.whole["otherData"]["dropped_events"] > 50
-
-
-def test_a_relative_path_is_that_of_the_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with hybridloader.observe.trace("run.json"):
-        os.chdir("other")
-        list(DataLoader(Work(), 4, num_workers=0))
-    assert ReadTrace(tmp_path / "run.json").named("next()")
 
 
 def test_details_are_json_whatever_they_are(path: Path) -> None:
@@ -210,16 +181,6 @@ def test_what_is_refused_begins_no_trace(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="has begun before"):
         outer.__enter__()
     assert not (tmp_path / "b.json").exists()
-
-
-def test_an_iterator_that_outlives_the_trace_goes_on(path: Path) -> None:
-    loader = DataLoader(Work(), 4, num_workers=1, backend="threads")
-    with hybridloader.observe.trace(path):
-        iterator = iter(loader)
-        next(iterator)
-    assert len(list(iterator)) == 15
-    assert len(ReadTrace(path).named("next()")) <= 1
-    assert loader.stats().items == 16
 
 
 def test_a_loader_within_a_worker_is_not_in_the_trace(path: Path) -> None:
@@ -287,15 +248,6 @@ def test_a_hybrid_pipeline(tmp_path: Path) -> None:
     }
     assert os.getpid() in {event["pid"] for event in trace.named("map(decode)")}
     assert os.getpid() not in {event["pid"] for event in trace.named("map(crop)")}
-
-
-def test_epochs_of_a_pipeline_go_on_on_the_same_tracks(tmp_path: Path) -> None:
-    pipe = Pipeline.from_iterable(range(20)).map(decode, backend="threads", num_workers=1).batch(4)
-    with hybridloader.observe.trace(tmp_path / "run.json"), pipe.epochs(2) as epochs:
-        for run in epochs:
-            list(run)
-    trace = ReadTrace(tmp_path / "run.json")
-    assert list(trace.tracks.values()).count("map(decode) worker 0") == 1
 
 
 def test_torchs_profiler_has_each_next_as_of_torchs_loader(

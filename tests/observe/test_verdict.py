@@ -7,7 +7,6 @@ than cores; so are a few others, as far as other programs happened to run beside
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from dataclasses import replace
@@ -29,9 +28,7 @@ from support.recordings import (
     StageRecord,
     StoreUse,
     Wait,
-    between,
     judge,
-    kind_of,
     length,
     percentile,
     recording,
@@ -70,20 +67,10 @@ TRUTHS: dict[str, tuple[Recording, tuple[str | None, ...], str]] = {
         HOLDS,
         "shared-memory",
     ),
-    "spin with the GIL for short": (
-        recording(replace(stage(), cpu=10.0, latencies=(1.4e-3, 1.3e-3, 1.2e-3))),
-        HOLDS,
-        "processes",
-    ),
     "one thread that spins with the GIL": (
         recording(stage(workers=1, latencies=(5e-3, 5e-3, 5e-3))),
         HOLDS,
         "processes",
-    ),
-    "processes that spin": (
-        recording(stage(backend="fork", in_process=False, latencies=(5e-3,) * 3)),
-        COMPUTES,
-        "num_workers",
     ),
     "processes that spin, of one rank of four": (
         recording(
@@ -118,16 +105,6 @@ TRUTHS: dict[str, tuple[Recording, tuple[str | None, ...], str]] = {
         WAITS,
         "num_workers",
     ),
-    "large results": (
-        recording(stage(backend="fork", in_process=False, packing=15.0, sending=3.0)),
-        ("stage", "map(f)", "transport"),
-        "tensors or arrays",
-    ),
-    "a slow source": (
-        recording(replace(stage("sampler", 1), source=True, backend="caller"), stage(load=0.1)),
-        ("source", "sampler", "computes"),
-        "later steps does not help",
-    ),
     "cores that are taken by others": (
         recording(replace(stage(), wait_for_core=9.0, cpu=9.0), cores=FULL_OF_OTHERS),
         ("cores", "map(f)", "computes"),
@@ -143,7 +120,6 @@ TRUTHS: dict[str, tuple[Recording, tuple[str | None, ...], str]] = {
         ("cores", "map(f)", "waits"),
         "1.5 cores",
     ),
-    "sleep on busy cores": (recording(slept(stage()), cores=FULL_OF_OTHERS), WAITS, "num_workers"),
     "sleep, a part of it for a core": (
         recording(replace(slept(stage()), wait_for_core=8.0), cores=FULL_OF_OTHERS),
         WAITS,
@@ -179,40 +155,15 @@ TRUTHS: dict[str, tuple[Recording, tuple[str | None, ...], str]] = {
         WAITS,
         "try backend='threads' with num_workers=4 (2 processes now)",
     ),
-    "the second of three": (
-        recording(stage("a", load=0.3), slept(stage("b")), stage("c", 8, load=0.3)),
-        ("stage", "b", "waits"),
-        "num_workers",
-    ),
     "nothing known of CPU time": (
         recording(stage(cpu=None, wait_for_core=None), cores=None),
         ("stage", "map(f)", None),
         "num_workers=4",
     ),
-    "one thread between two stages": (
-        recording(stage("batch(4)", 1, backend="thread", cpu=None)),
-        ("stage", "batch(4)", None),
-        "runs on one thread",
-    ),
     "a stall too short to be worth it": (
         recording(stage(), wait=0.003, step=0.097),
         LOOP_ALONE,
         "training step",
-    ),
-    "sleep, heard late by a loop that holds the GIL": (
-        recording(slept(stage(latencies=(5e-3, 5e-3, 5e-3)))),
-        WAITS,
-        "num_workers=4",
-    ),
-    "one thread at a time, as if they took turns": (
-        recording(stage(load=0.55, cpu=8.0, latencies=(2e-3,) * 3)),
-        COMPUTES,
-        "num_workers",
-    ),
-    "two threads that compute less than one core would": (
-        recording(stage(cpu=4.0, latencies=(2e-3,) * 3)),
-        WAITS,
-        "num_workers=4",
     ),
     "nobody was busy": (recording(stage(load=0.0)), ("unknown", None, None), "Compare the times"),
     "nobody was busy, and no core free": (
@@ -295,14 +246,6 @@ def test_a_slower_machine_gets_the_same_verdict(truth: str, by: float) -> None:
     assert found.advice == other.advice
 
 
-def test_lateness_is_held_against_the_switch_interval() -> None:
-    """Threads that compute as much as one, late by 2 ms: no matter where turns take 50 ms."""
-    late = replace(stage(), cpu=10.0, latencies=(2e-3,) * 3)
-    for interval, kind in ((5e-3, "holds-gil"), (50e-3, "computes")):
-        made = replace(recording(late), switch_interval=interval)
-        assert stats_of(made).verdict.kind == kind
-
-
 @pytest.mark.parametrize("name", TRUTHS)
 def test_without_a_gil_nobody_holds_it(name: str) -> None:
     made, (cause, _, kind), _ = TRUTHS[name]
@@ -310,13 +253,6 @@ def test_without_a_gil_nobody_holds_it(name: str) -> None:
     assert free.kind != "holds-gil"
     if kind != "holds-gil":
         assert (free.cause, free.kind) == (cause, kind)
-
-
-def test_without_a_gil_threads_are_advised_to_what_computes_in_your_loop() -> None:
-    inline = replace(stage(workers=1), backend="inline", options={"backend": "inline"})
-    for interval, advised in ((5e-3, " and a backend"), (math.inf, " with backend='threads'")):
-        made = replace(recording(inline), switch_interval=interval)
-        assert advised in stats_of(made).verdict.advice
 
 
 def test_workers_that_start_late_are_the_start() -> None:
@@ -470,23 +406,6 @@ def test_figures_of_any_recording_add_up(made: Recording) -> None:
     assert isinstance(stats, Stats)
 
 
-def test_only_short_calls_are_attributed_by_load() -> None:
-    """A loop that does nothing, of batches that take microseconds."""
-    made = recording(
-        stage(load=0.9), wait=0.0, step=0.01, brief=1000, waited=9.0, brief_seconds=9.0
-    )
-    stats = stats_of(made)
-    assert stats.stall.share == pytest.approx(0.9, rel=0.01)
-    assert stats.verdict.stage == "map(f)"
-
-
-def test_a_ring_that_has_dropped_the_beginning_stands_for_the_whole() -> None:
-    whole = stats_of(recording(slept(stage())))
-    late = stage(since=5.0, spans=tuple(Span(5.0, 10.0, 0.5) for _ in range(2)))
-    part = stats_of(recording(slept(late)))
-    assert part.stages[0].stall == pytest.approx(whole.stages[0].stall, rel=0.05)
-
-
 def test_rows_of_the_users_have_names_of_their_own() -> None:
     names = ["your loop", "none of them", "map(f)", "map(f)"]
     stats = stats_of(recording(*(stage(name, load=0.2) for name in names)))
@@ -533,32 +452,6 @@ def test_results_that_are_late_as_cores_are_busy_are_not_taken_for_the_gil(
     assert stats_of(recording(late)).verdict.kind == kind
 
 
-@pytest.mark.parametrize(
-    ("workers", "cpu", "for_core", "kind"),
-    [
-        (2, 3.0, 2.0, "waits"),
-        (2, 9.0, 0.0, "holds-gil"),
-        (4, 2.5, 7.5, "holds-gil"),
-        (8, 1.0, 12.0, "waits"),
-    ],
-    ids=["waiting", "taking turns", "turns at a quarter of a core", "waiting for a core at once"],
-)
-def test_threads_that_hold_the_gil_compute_for_most_of_the_time_that_a_core_is_theirs(
-    workers: int, cpu: float, for_core: float, kind: str
-) -> None:
-    """Threads that wait for a disk, on a machine so busy that their results and looks are late."""
-    made = replace(
-        stage(),
-        num_workers=workers,
-        busy=10.0 * workers,
-        cpu=cpu,
-        wait_for_core=for_core,
-        latencies=(5e-3,) * 4,
-        gil_waits=(5e-3,) * 4,
-    )
-    assert kind_of(made)[0] == kind
-
-
 # -- attribution of waits to stages, for any spans ---------------------------------------------------
 
 TIMES = st.floats(0, 100, allow_nan=False)
@@ -591,28 +484,9 @@ def test_what_is_attributed_is_never_more_than_the_stall(
         assert seconds <= covered * (1 + 1e-9) + 1e-9, "of a stage only what it was busy in"
 
 
-@given(SPANS, waits_in_turn())
-def test_a_stage_alone_has_all_in_which_it_was_busy(spans: list[Span], waits: list[Wait]) -> None:
-    spans = [Span(span.began, span.ended, 1.0) for span in spans]
-    (found,) = stall_by_stage([spans], waits)
-    idle = between(0.0, 1000.0, [span[:2] for span in spans])
-    uncovered = sum(length(within(waits, span.began, span.ended)) for span in idle)
-    assert found == pytest.approx(length(waits) - uncovered, abs=1e-6)
-
-
 def test_stages_that_are_busy_together_share_by_their_load() -> None:
     found = stall_by_stage([[Span(0, 10, 1.0)], [Span(0, 4, 0.25)], [Span(20, 30)]], [Wait(2, 12)])
     assert found == pytest.approx([2 * 0.8 + 6, 2 * 0.2, 0])
-
-
-@given(st.lists(st.tuples(TIMES, TIMES), max_size=8))
-def test_what_is_between_pauses_is_the_rest(pauses: list[tuple[float, float]]) -> None:
-    pauses = [(min(pair), max(pair)) for pair in pauses]
-    spans = between(10, 90, pauses)
-    assert all(10 <= span.began < span.ended <= 90 for span in spans)
-    assert all(one.ended <= two.began for one, two in itertools.pairwise(spans))
-    (paused,) = stall_by_stage([[Span(*pause) for pause in pauses]], [Wait(10, 90)])
-    assert sum(span.ended - span.began for span in spans) == pytest.approx(80 - paused, abs=1e-6)
 
 
 def test_percentiles_count_short_calls_too() -> None:
@@ -664,36 +538,23 @@ ONE_THREAD = truth("stage", None, "runs on one thread", "backend", never=OPTIONS
 
 MEASURED = {
     "waits: 2 threads": SLEEPS,
-    "waits: 2 forked": SLEEPS,
     "waits: inline": truth("stage", "waits", "num_workers=", "backend='threads'"),
     "waits: busy machine, threads": SLEEPS,
-    "waits: busy machine, inline": truth("stage", "waits", "num_workers=", "waiting for a core"),
     "python: 2 threads": truth("stage", "holds-gil", "Use processes", never="num_workers="),
     "python: 2 threads, busy machine": truth("cores", "holds-gil", OTHERS, never=OPTIONS),
     "python: inline": truth("stage", "computes", "and a backend", never="'threads'"),
     "python: inline, busy machine": NO_CORE,
-    "python: inline, very busy machine": NO_CORE,
-    "python: inline, busy machine, step": NO_CORE,
-    "python: inline, busy machine, short": NO_CORE,
     "python: 1 forked": truth("stage", "computes", "num_workers=2", never="threads"),
     "python: 2 forked": truth("cores", "computes", "This program needs more than the 2 cores"),
     "python: 2 forked, busy machine": NO_CORE,
-    "python: 2 forked, very busy machine": NO_CORE,
-    "python: 2 forked, busy machine, short": NO_CORE,
     "native: 2 threads": NO_CORE,
     "collate waits": COLLATES,
-    "collate waits, forked": COLLATES,
     "collate python": truth("cores", "holds-gil", OTHERS, never=OPTIONS),
-    "collate python, forked": NO_CORE,
     "slow step": LOOP_IS,
-    "slow step, inline": truth(*LOOP_IS[:2], "training step", never="away"),
     "steady start": SLEEPS,
     "objects over fork": truth("stage", "transport", "Return tensors", "threads"),
     "tensors of 80 MB over fork": truth("stage", "transport", "already", "smaller", never="Return"),
-    "tensors of 80 MB made, fork": truth("stage", "transport", "already", never="Return"),
     "lazy open: forked": OPENS,
-    "lazy open: threads": OPENS,
-    "lazy open: threads, 8": OPENS,
     "lazy open: import in python, forked": OPENS,
     "lazy open: one after the other": OPENS,
     "lazy open: inline": truth("start", None, "first tasks", "Keep it", never="persistent"),
@@ -701,11 +562,8 @@ MEASURED = {
     "late init_fn": truth("start", None, "until the first worker began", "persistent_workers=True"),
     "pipe: source slow at first": truth("start", None, "Loading was fast enough after"),
     "iterable waits: threads": SLEEPS_ALONE,
-    "iterable waits: forked": SLEEPS_ALONE,
     "iterable waits: inline": truth("stage", "waits", "each of which reads a part"),
     "iterable, one shard: threads": NO_PARTS,
-    "iterable, one shard: forked": NO_PARTS,
-    "iterable, one shard: forked, python": NO_CORE,
     "pipe: readers, one shard": NO_PARTS._replace(cause="source"),
     "pipe: readers wait": SLEEPS_ALONE._replace(cause="source"),
     "samples alone, batch_size=None": SLEEPS_ALONE,
@@ -717,14 +575,11 @@ MEASURED = {
     "pipe: map + map(async): threads": AWAITS,
     "async overhead alone: inline": ONE_THREAD,
     **{
-        f"async {what}: {where}, concurrency={concurrency}": said
+        f"async {what}: {where}, concurrency=8": said
         for what, said in (("sleep", AWAITS), ("blocks", BLOCKS), ("mixed", BLOCKS))
         for where in ("inline", "threads", "fork")
-        for concurrency in (None, 8)
     },
-    "async computes: inline, concurrency=None": COMPUTES_BETWEEN,
     "async computes: inline, concurrency=8": COMPUTES_BETWEEN,
-    "async computes: threads, concurrency=None": truth("cores", "holds-gil", OTHERS),
     "async computes: threads, concurrency=8": truth(
         "stage",
         "holds-gil",
@@ -732,7 +587,6 @@ MEASURED = {
         "Use processes",
         never="num_workers= concurrency=",
     ),
-    "async computes: fork, concurrency=None": truth("cores", "computes", never=OPTIONS),
     "async computes: fork, concurrency=8": truth("cores", "computes", never=OPTIONS),
 }
 

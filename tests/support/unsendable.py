@@ -16,13 +16,6 @@ class WithInner:
         return index
 
 
-class Endless:
-    """Each pickles another."""
-
-    def __reduce__(self) -> Any:
-        return list, ([Endless()],)
-
-
 def nested(depth: int) -> list[Any]:
     found: list[Any] = []
     for _ in range(depth):
