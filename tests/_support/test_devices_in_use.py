@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -112,28 +111,3 @@ def test_the_generators_of_a_device_in_use_are_put_back_behind_an_init_fn(
     assert [int(batch) for batch in loader] == squares()
     assert sorted(seen) == [100, 100, 101, 101]
     assert [int(state) for state in module.states] == [0, 1]
-
-
-@pytest.mark.parametrize("why", ["not in use", "in a fork", "without"])
-def test_generators_that_can_not_be_asked_are_left_alone(
-    module: Module, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    def refuse(*_: Any) -> Any:
-        raise RuntimeError("Cannot re-initialize in forked subprocess")
-
-    if why == "not in use":
-        module.used = False
-        monkeypatch.setattr(Module, "get_rng_state", refuse)
-    elif why == "in a fork":
-        monkeypatch.setattr(Module, "is_initialized", None)
-        monkeypatch.setattr(Module, "_is_in_bad_fork", lambda self: True, raising=False)
-        monkeypatch.setattr(Module, "get_rng_state", refuse)
-    else:
-        monkeypatch.delattr(Module, "get_rng_state")
-    loader = DataLoader(
-        squares(),  # type: ignore[arg-type]
-        num_workers=1,
-        backend="threads",
-        worker_init_fn=print,
-    )
-    assert [int(batch) for batch in loader] == squares()

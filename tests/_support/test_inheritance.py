@@ -153,8 +153,8 @@ def _heap() -> None:
     [
         SharedMemory("loky"),
         SharedMemory("fork"),
-        SharedMemory("spawn"),
-        pytest.param(SharedMemory("forkserver"), marks=pytest.mark.forkserver),
+        pytest.param(SharedMemory("spawn"), marks=pytest.mark.full),
+        pytest.param(SharedMemory("forkserver"), marks=[pytest.mark.forkserver, pytest.mark.full]),
         Threads(copy_dataset=True),
         "inline",
     ],
@@ -198,7 +198,7 @@ def test_all_workers_and_those_that_replace_them_share_one_of_each_kind(
             dataset.close()
 
 
-@pytest.mark.parametrize("backend", ["spawn", "spawn, portable", "threads"])
+@pytest.mark.parametrize("backend", ["spawn, portable", "threads"])
 def test_a_function_of_a_pipeline_shares_too(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _, portable = backend.partition(", ")
     if portable:
@@ -236,16 +236,13 @@ def test_one_that_no_fresh_process_can_have_is_named(make: Any, kind: str, why: 
 
 
 @pytest.mark.skipif(os.name != "posix", reason="descriptors go along on POSIX")
-@pytest.mark.parametrize(
-    "start_method", ["loky", pytest.param("forkserver", marks=pytest.mark.forkserver)]
-)
-def test_a_reducer_that_multiprocessing_was_told_of_is_used(start_method: str) -> None:
+def test_a_reducer_that_multiprocessing_was_told_of_is_used() -> None:
     reduction.register(WithReducer, reduce_by_descriptor)
     try:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             pipeline = Pipeline.from_iterable(range(3)).map(
-                WithReducer(theirs), backend=SharedMemory(start_method), num_workers=2
+                WithReducer(theirs), backend=SharedMemory("loky"), num_workers=1
             )
             assert list(pipeline) == [0, 1, 2]
             assert sorted(ours.recv(3)) == [0, 1, 2]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from support.manual_clock import Clock
 from support.sampler_loaders import Every
 
 from hybridloader._support import states
-from hybridloader._support.states import FREE, SHARE, Cadence, Frozen, Kept, copied
+from hybridloader._support.states import FREE, SHARE, Cadence, copied
 
 
 class Unpicklable:
@@ -75,24 +73,6 @@ def test_a_state_that_has_not_changed_is_not_copied_again_while_that_is_dear(
         first = found
     assert latest.copy({"order": [1, 2]}) == {"order": [1, 2]}
     assert latest.copy({"order": [1, 3]}) == {"order": [1, 3]}
-
-
-@pytest.mark.parametrize("kind", [Kept, Frozen])
-def test_what_is_dear_to_copy_is_given_to_all_who_ask_and_what_is_not_to_each(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = {"order": [3, 1, 2]}
-    held = kind(state if kind is Kept else pickle.dumps(state))
-    monkeypatch.setattr(states, "EXPENSIVE", 60.0)  # on a busy machine, too
-    first = held.given()
-    first["order"].append(4)
-    assert held.given() == state
-    monkeypatch.setattr(states, "EXPENSIVE", -1.0)
-    dear = held.given()
-    assert held.given() is dear
-    dear["order"].append(4)
-    kept = held.kept if kind is Kept else pickle.loads(held.kept)
-    assert kept == state, "what is gone on from is nobody's"
 
 
 def paced(costs: Iterator[float], step: float, steps: int, every: int = 1) -> list[int]:

@@ -9,17 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from support.compat import is_ours
-from support.platforms import PACKAGE, needs_fork
+from support.platforms import PACKAGE
 from support.sample_origin import PROCESS, THREAD, OriginDataset, origin_loader, origins
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data import dataloader as torchs
 
 from hybridloader import DataLoader, Skip, Threads, install
-from hybridloader.testing import Gate
 
 
 class Stream(IterableDataset[int]):
@@ -75,39 +73,6 @@ def test_options_hold_for_all_loaders_that_can_have_them() -> None:
         assert [len(b) for b in TorchLoader(Stream(), 3)] == [3, 2]
         assert [int(x) for x in TorchLoader(range(3), None)] == [0, 1, 2]  # type: ignore[arg-type]
         assert installed.options.threads_per_worker == 2
-
-
-def test_an_option_that_a_loader_can_not_have_changes_nothing_for_it() -> None:
-    ragged: Any = TorchLoader(range(6), batch_sampler=[[0], [1, 2, 3], [4]])  # type: ignore[arg-type]
-    single: Any = TorchLoader(range(6), None)  # type: ignore[arg-type]
-    stream: Any = TorchLoader(Stream(), 2, num_workers=1)
-    with install("threads", threads_per_worker=3, task_timeout=2, shard_remainders="join"):
-        assert [batch.tolist() for batch in ragged] == [[0], [1, 2, 3], [4]]
-        assert [int(sample) for sample in single] == list(range(6))
-        assert [len(batch) for batch in stream] == [2, 2, 2, 2, 1]
-        assert origins(origin_loader(1)) == THREAD
-        for loader in (ragged, single, stream):
-            with iter(loader) as iterator:
-                assert is_ours(iterator)
-
-
-def test_a_timeout_is_what_the_loader_says() -> None:
-    gate = Gate()
-
-    class Waiting:
-        def __len__(self) -> int:
-            return 1
-
-        def __getitem__(self, index: int) -> int:
-            gate.arrive()
-            return index
-
-    with install("threads"):
-        loader: Any = TorchLoader(Waiting(), num_workers=1, timeout=0.01)  # type: ignore[arg-type]
-        with iter(loader) as iterator:
-            with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.01 seconds"):
-                next(iterator)
-            gate.open()
 
 
 # -- whose loaders ---------------------------------------------------------------------------------
@@ -226,20 +191,6 @@ print(DataLoader._get_iterator.__module__)
     )
     assert (done.stderr, done.returncode) == ("", 0)
     assert done.stdout == "LoaderIterator\ntorch.utils.data.dataloader\n"
-
-
-@needs_fork
-def test_what_is_forked_has_it_too() -> None:
-    class Nested:
-        def __len__(self) -> int:
-            return 1
-
-        def __getitem__(self, index: int) -> str:
-            return type(iter(TorchLoader(range(2)))).__name__  # type: ignore[arg-type]
-
-    with install("fork"):
-        loader: Any = TorchLoader(Nested(), None, num_workers=1)  # type: ignore[arg-type]
-        assert list(loader) == ["LoaderIterator"]
 
 
 class Installs:

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.compat import is_ours
 from support.once import forget_warnings
 from support.platforms import FORK, needs_fork
 from support.sample_origin import PROCESS, THREAD, origin_loader, origins
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 
-import hybridloader
-from hybridloader import DataLoader, Threads, install
-from hybridloader.errors import BackendUnavailable, WorkerPicklingError
+from hybridloader import Threads, install
+from hybridloader.errors import BackendUnavailable
 
 # -- what ours would refuse ------------------------------------------------------------------------
 
@@ -92,15 +90,6 @@ def test_a_loader_that_ours_refuses_is_left_to_torchs_and_told_once(case: str) -
         assert drawn_of(refused()[case][0]) == wanted
 
 
-def test_a_loader_with_other_things_behind_our_private_names_is_left_to_torchs() -> None:
-    class Numbered(TorchLoader[Any]):
-        _epoch = None
-
-    forget_warnings()
-    with install("threads"), pytest.warns(UserWarning, match="int"):
-        assert [batch.tolist() for batch in Numbered(range(4), 2)] == [[0, 1], [2, 3]]  # type: ignore[arg-type]
-
-
 def test_what_the_user_s_own_code_raises_is_raised_and_asked_for_once() -> None:
     asked = []
 
@@ -113,31 +102,6 @@ def test_what_the_user_s_own_code_raises_is_raised_and_asked_for_once() -> None:
     with install("threads"), pytest.raises(TypeError, match="mine"):
         iter(loader)
     assert asked == [1]
-
-
-class _Answers(TorchLoader):  # type: ignore[type-arg]
-    """Knows of no other attribute than torch's, in words of its own."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise KeyError(name)
-
-
-def test_a_loader_may_answer_for_unknown_attributes_as_it_likes() -> None:
-    loader: Any = _Answers(range(4), 2, num_workers=1)  # type: ignore[arg-type]
-    with install("threads"), iter(loader) as iterator:
-        assert is_ours(iterator)
-        assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3]]
-    with pytest.raises(TypeError, match="_Answers is a subclass of torch's DataLoader"):
-        hybridloader.from_torch(loader)
-
-
-def test_what_is_asked_for_by_name_is_refused_as_ever() -> None:
-    ours: Any = DataLoader(range(2), num_workers=1, multiprocessing_context=_OddContext())  # type: ignore[arg-type]
-    with install("threads"):
-        with pytest.raises(BackendUnavailable, match="unknown start method 'odd'"):
-            iter(ours)
-        with pytest.raises(WorkerPicklingError):
-            iter(DataLoader(_Unsendable(), num_workers=1, backend="threads"))
 
 
 # -- multiprocessing_context -----------------------------------------------------------------------

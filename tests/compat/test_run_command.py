@@ -26,9 +26,7 @@ print("torch" in sys.modules)
 ENDS = {
     "well": "print('done')",
     "with-a-code": "import sys; sys.exit(3)",
-    "with-words": "import sys; sys.exit('no data')",
     "with-an-error": "def load():\n    raise ValueError('bad')\n\nload()\n",
-    "with-a-chain": "try:\n    {}[1]\nexcept KeyError as e:\n    raise OSError('gone') from e\n",
     "not-compiled": "x = (\n",
     "by-its-own-hook": (
         "import sys, traceback\n"
@@ -36,7 +34,6 @@ ENDS = {
         "raise KeyError(1)\n"
     ),
     "by-ctrl-c": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass\n",
-    "with-an-exit-handler": "import atexit, sys\natexit.register(print, 'bye')\nsys.exit(1)\n",
     "with-a-thread": (
         "import threading\nt = threading.Thread(target=lambda: print(__name__))\nt.start()\n"
     ),
@@ -102,10 +99,8 @@ def folder(tmp_path: Path) -> Path:
     package.mkdir(parents=True)
     for place in (tmp_path / "package", package):
         (place / "__init__.py").touch()
-    for place in ("script.py", "package/inner/__main__.py", "package/part.py", "folder.py"):
+    for place in ("script.py", "package/inner/__main__.py", "package/part.py"):
         (tmp_path / place).write_text(SEES)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "__main__.py").write_text(SEES)
     with zipfile.ZipFile(tmp_path / "archive.pyz", "w") as archive:
         archive.writestr("__main__.py", SEES)
     return tmp_path
@@ -114,17 +109,15 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["script.py"],
         pytest.param(
             ["./script.py", "--lr", "0.1", "--", "-m", "--backend", "threads"],
             marks=posix,  # on Windows Python keeps "./" in __file__
         ),
         ["-m", "package.part", "--help"],
         ["-m", "package.inner", "a b"],
-        ["folder", "x"],
         ["archive.pyz"],
     ],
-    ids=["script", "arguments", "module", "package", "folder", "archive"],
+    ids=["script", "module", "package", "archive"],
 )
 def test_a_script_sees_what_it_would_see_by_itself(folder: Path, arguments: list[str]) -> None:
     told, problems, code = alike(*arguments, cwd=folder)
@@ -224,25 +217,16 @@ def test_a_mistake_is_one_line(
     assert says in told
 
 
-@pytest.mark.parametrize(
-    ("first", "says"),
-    [
-        ("import not_there_at_all", "ModuleNotFoundError: No module named 'not_there_at_all'"),
-        ("raise ValueError('no data here')", "ValueError: no data here"),
-    ],
-)
-def test_what_a_package_on_the_way_lacks_or_raises_is_told_by_python(
-    tmp_path: Path, first: str, says: str
-) -> None:
+def test_what_a_package_on_the_way_lacks_is_told_by_python(tmp_path: Path) -> None:
     """Only the module that was asked for is ours to miss."""
     package = tmp_path / "package"
     package.mkdir()
-    (package / "__init__.py").write_text(first)
+    (package / "__init__.py").write_text("import not_there_at_all")
     (package / "part.py").touch()
     out, told, code = python("-m", "hybridloader", "run", "-m", "package.part", cwd=tmp_path)
     assert (out, code) == ("", 1)
     assert told.startswith("Traceback")
-    assert told.endswith(f"{says}\n")
+    assert told.endswith("ModuleNotFoundError: No module named 'not_there_at_all'\n")
 
 
 def test_it_is_undone_for_nobody_else(tmp_path: Path) -> None:

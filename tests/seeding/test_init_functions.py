@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from random import seed as seed_by_name
 from typing import Any
 
 import numpy as np
@@ -98,23 +97,6 @@ def test_they_run_side_by_side_and_find_what_they_would_in_processes_of_their_ow
     assert states() == before
 
 
-def test_what_goes_past_a_threads_own_generators_is_put_back_when_all_are_through() -> None:
-    meeting = Meeting(together=True)
-
-    def init(worker: int) -> None:
-        meeting.meet()
-        seed_by_name(worker)  # a method of the one object, taken before anything was replaced
-        torch.default_generator.manual_seed(worker)
-        np.random.mtrand._rand.seed(worker)
-        info: Any = get_worker_info()
-        info.dataset.found[worker] = worker
-        meeting.meet()
-
-    before = states()
-    assert list(load(Noted(), "threads", init)) == [0, 1]
-    assert states() == before
-
-
 def test_an_error_in_one_of_them_leaves_the_others_and_the_generators_alone() -> None:
     meeting = Meeting(together=True)
 
@@ -151,8 +133,7 @@ def seeds_all(worker: int) -> None:
     random.seed(worker)
 
 
-@pytest.mark.parametrize("outer", ["inline", "threads"])
-@pytest.mark.parametrize("inner", ["inline", "threads"])
+@pytest.mark.parametrize(("outer", "inner"), [("inline", "threads"), ("threads", "inline")])
 def test_a_worker_of_one_kind_may_have_workers_of_the_other(outer: str, inner: str) -> None:
     """The inner ones begin while the outer one has borrowed the generators, and waits for them."""
     before = states()

@@ -68,7 +68,6 @@ def step(workers: int) -> Any:
 PLACES: dict[str, Callable[[int], Any]] = {
     "threads": loader,
     "threads in a worker": lambda workers: loader(1, threads_per_worker=workers + 1),
-    "threads in a worker on threads": lambda workers: loader(workers, threads_per_worker=3),
     "threads in a process": lambda n: loader(n, threads_per_worker=3, backend="fork"),
     "a step of a pipeline": step,
 }
@@ -133,11 +132,6 @@ def test_worker_on_threads_is_torch_bit_for_bit(workers: int, init: Any) -> None
     options: dict[str, Any] = {"collate_fn": list, "num_workers": workers, "worker_init_fn": init}
     wanted = per_worker(TorchDataLoader(Ways(), 2, **options))
     assert per_worker(loader(seeding="worker", workers=workers, worker_init_fn=init)) == wanted
-
-
-def test_worker_and_several_threads_in_a_worker_contradict_each_other() -> None:
-    with pytest.raises(ValueError, match="threads_per_worker=2"):
-        loader(1, seeding="worker", threads_per_worker=2)
 
 
 def test_rng_needs_seeding_by_sample_on_every_backend() -> None:
@@ -227,9 +221,7 @@ def collate(samples: list[Any]) -> Any:
     ("dataset", "options"),
     [
         (Stream(), {}),
-        (Stream(), {"on_error": "skip"}),
         (Whole(), {}),
-        (Whole(), {"on_error": "skip"}),
         (Subset(Ways(), range(7)), {"persistent_workers": True}),
         (Subset(Cheap(), range(800)), {}),  # its `__getitems__` only passes the call on
         (range(8), {"collate_fn": collate}),
@@ -309,20 +301,7 @@ CHAINS: dict[str, Callable[[int], Any]] = {
         .filter(often)
         .prefetch(3)
     ),
-    "a branch on a relay's thread": lambda workers: (
-        Pipeline.from_iterable(range(20))
-        .map(noisy)
-        .concat(Pipeline.from_iterable(range(20)).map(noisy))
-        .map(noisy, backend="threads", num_workers=workers)
-        .map(late)
-        .prefetch(2)
-    ),
     "readers": lambda _: Pipeline.from_iterable(numbers, backend="threads", num_workers=3),
-    "an error policy": lambda workers: (
-        Pipeline.from_iterable(range(40))
-        .map(noisy, backend="threads", num_workers=workers, on_error="skip")
-        .map(noisy, backend="threads", num_workers=workers, on_error="skip")
-    ),
 }
 
 
@@ -346,13 +325,6 @@ def test_a_pipeline_draws_the_same_in_each_run_and_leaves_the_loop_alone(chain: 
     assert found[0][1] == loop_draws()
 
 
-def test_one_function_draws_the_numbers_of_seeding_by_sample() -> None:
-    def run(**where: Any) -> list[Any]:
-        return list(Pipeline.from_iterable(range(9)).map(noisy, num_workers=2, **where).run(seed=5))
-
-    assert run(backend="threads") == run(backend="fork", seeding="sample")
-
-
 def test_a_step_that_your_loop_calls_draws_from_its_generators_as_without_workers_in_torch() -> (
     None
 ):
@@ -361,14 +333,3 @@ def test_a_step_that_your_loop_calls_draws_from_its_generators_as_without_worker
     wanted = [noisy(item) for item in range(5)]
     seed_all(15)
     assert list(Pipeline.from_iterable(range(5)).map(noisy)) == wanted
-
-
-def test_a_pipeline_resumes_with_the_same_numbers() -> None:
-    def pipeline(workers: int) -> Any:
-        return CHAINS["threads in a worker"](workers)
-
-    whole = list(pipeline(2).run(seed=6))
-    with pipeline(3).run(seed=6) as run:
-        first = [next(run) for _ in range(11)]
-        state = run.state_dict()
-    assert first + list(pipeline(1).run(state=state)) == whole

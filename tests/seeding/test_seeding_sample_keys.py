@@ -106,21 +106,6 @@ def digests(count: int, **origin: Any) -> list[bytes]:
     return [rng.digest(SAMPLE, key_of(index)) for index in range(count)]
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_a_function_of_a_later_epoch_has_the_seeds_of_that_epoch(before: bool) -> None:
-    """Whether it, and the worker, have drawn in an earlier epoch or not."""
-    stages = ("", "()/1")
-    rng = SampleRng(Origin(7, stages=stages), 0)
-    if before:
-        rng.digest(SAMPLE, b"key")
-        rng.for_function(1).digest(SAMPLE, b"key")
-    rng.begin(3)
-    for number in (0, 1):
-        fresh = SampleRng(Origin(7, 3, stages), 0, number)
-        found = rng if number == 0 else rng.for_function(number)
-        assert found.digest(SAMPLE, b"key") == fresh.digest(SAMPLE, b"key")
-
-
 def test_the_seeds_of_every_seed_epoch_stage_kind_and_sample_are_distinct() -> None:
     found = []
     for seed in (0, 1, -1):

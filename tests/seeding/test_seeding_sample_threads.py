@@ -18,9 +18,7 @@ import pytest
 import torch
 from numpy.random import sample as taken_sample
 from numpy.random import seed as taken_seed
-from support.installed_torch import thread_safe_generator
 from support.random_datasets import Drawing, add, collate, states
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, get_worker_info
 
 from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
@@ -239,15 +237,6 @@ def test_functions_that_were_taken_meanwhile_serve_for_ever() -> None:
     assert first == np.random.rand()
 
 
-def test_what_somebody_else_replaced_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    rand, own = np.random.rand, lambda *shape: 0.5
-    with seeding_on_threads():
-        monkeypatch.setattr(np.random, "rand", own)
-    assert np.random.rand is own
-    monkeypatch.undo()
-    np.random.rand = rand
-
-
 def drop(index: int) -> list[float]:
     """Draw by a function that takes no generator."""
     found: list[float] = torch.nn.functional.dropout(torch.full((40,), 1.0 + index)).tolist()
@@ -282,61 +271,3 @@ def test_a_sample_may_make_samples(seeding: Any) -> None:
         return list(DataLoader(dataset, collate_fn=list, seeding=SampleSeeding(1), **where))
 
     assert run() == run(num_workers=2, backend="threads") == run(num_workers=2, backend="fork")
-
-
-class Told(Dataset[Any]):
-    """Draws from the generators of `get_worker_info`."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        info = get_worker_info()
-        assert info is not None
-        generator = thread_safe_generator()
-        found = [torch.rand(1, generator=generator).item(), torch.rand(1).item()]
-        if info.rng is not None:
-            found += [info.rng.random_generator.random(), float(info.rng.numpy_generator.random())]
-            assert generator is info.rng.torch_generator
-        return found
-
-
-@pytest.mark.parametrize("threads_per_worker", [1, 3])
-def test_the_generators_of_worker_info_are_seeded_too(threads_per_worker: int) -> None:
-    def run(workers: int, backend: str, **options: Any) -> list[Any]:
-        loader = DataLoader(
-            Told(),
-            4,
-            collate_fn=list,
-            num_workers=workers,
-            backend=backend,
-            seeding=SampleSeeding(1),
-            **options,
-        )
-        return [sample for batch in loader for sample in batch]
-
-    on_threads = run(3, "threads", threads_per_worker=threads_per_worker)
-    assert on_threads == run(1, "threads")
-    assert [sample[:2] for sample in on_threads] == run(2, "fork")
-
-
-def test_draws_for_a_default_device_take_no_generator_of_the_cpu() -> None:
-    class Seen(TorchFunctionMode):
-        """Notes the generators that reach torch: each mode above it has had its say."""
-
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is torch.rand:
-                generators.append((kwargs or {}).get("generator"))
-            return func(*args, **(kwargs or {}))
-
-    def draw(item: int) -> torch.Tensor:
-        return torch.rand(3, device="cpu") if item else torch.rand(3)
-
-    pipeline = Pipeline.from_iterable(range(2)).map(draw, seeding="sample")
-    for device, given in (("meta", False), ("cpu", True)):
-        generators: list[Any] = []
-        with torch.device(device), Seen():
-            list(pipeline)
-        assert [generator is not None for generator in generators] == [given, True]

@@ -22,7 +22,6 @@ from support.tuned_subject import (
     Tuner,
     Tuning,
     price,
-    rates_of,
 )
 
 from hybridloader import WorkerDied, WorkerTimeout
@@ -224,20 +223,6 @@ def test_ctrl_c_gives_the_best_so_far() -> None:
         tuned(subject)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_shown_on_a_terminal_and_wiped() -> None:
-    subject, stream = Scripted((Cost(free=1e-3),), (INLINE,)), Terminal()
-    Tuner(subject, LIMITS, 20, clock=subject.clock, stream=stream).run()
-    lines = stream.getvalue().split("\r")
-    assert lines[1].startswith("tune: 0 of 20 s, trying threads x 1")
-    assert any("best: " in line for line in lines)
-    assert lines[-2].strip() == lines[-1] == ""
-
-
 def test_the_kinds_of_work() -> None:
     for costs, kind in [
         (Costs(5e-6), "tiny"),
@@ -251,12 +236,6 @@ def test_the_kinds_of_work() -> None:
         (Costs(1e-2), "releases-gil"),  # nothing is known: threads
     ]:
         assert costs.kind == kind
-
-
-def test_rates_are_of_whole_rounds_of_results_that_come_at_once() -> None:
-    rounds = [0.0, *(float(n) for n in range(3, 40) for _ in range(4))]  # four a second, at once
-    assert rates_of([*rounds, 40.0, 40.0], 4) == pytest.approx((4.0,) * 8)
-    assert rates_of([0.0, 0.5, 0.5], 4) == pytest.approx((4.0,))  # no whole round: all there is
 
 
 def known(trial: Trial) -> tuple[Costs | None, ...]:
