@@ -29,7 +29,6 @@ from hybridloader import DataLoader, SampleSeeding, Skip, StatefulDataLoader, Th
 pytest.importorskip("accelerate")
 from accelerate import data_loader as accelerates
 from accelerate import skip_first_batches
-from accelerate.state import PartialState
 from support.accelerate_loaders import BATCH, BATCHES, accelerator, flat, kept_loaders, numbers
 
 pytestmark = pytest.mark.filterwarnings(
@@ -256,14 +255,6 @@ def test_samples_draw_by_accelerates_epoch_also_behind_a_skip(dispatch: bool) ->
     assert drawn(resumed) == whole[2][2 * BATCH :]
 
 
-@pytest.mark.usefixtures("kept")
-def test_a_loader_that_was_never_prepared_keeps_its_epoch_behind_a_skip() -> None:
-    plain, other = noisy(), noisy()
-    plain.set_epoch(4)
-    other.set_epoch(4)
-    assert drawn(skip_first_batches(plain, 2)) == drawn(other)[2 * BATCH :]
-
-
 # -- state (R35 to R37) ----------------------------------------------------------------------------
 
 
@@ -288,51 +279,6 @@ def test_r35_a_prepared_loader_goes_on_with_the_rest(taken: int, stateful: bool)
     assert flat(other) == list(range(20))
     del iterator
     gc.collect()
-
-
-@pytest.mark.usefixtures("kept")
-def test_r36_the_state_that_accelerate_asks_for_at_each_batch_starts_no_worker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[int] = []
-    state_dict = DataLoader.state_dict
-
-    def counting(self: DataLoader) -> dict[str, Any]:
-        asked.append(len(asked))
-        return state_dict(self)
-
-    monkeypatch.setattr(DataLoader, "state_dict", counting)
-    prepared = accelerator().prepare(numbers())
-    assert asked == [0]
-    assert prepared.report() == ""
-    assert len(flat(prepared)) == 20
-    assert BATCHES < len(asked) <= 2 * BATCHES
-    first, second = prepared.base_dataloader.state_dict(), prepared.base_dataloader.state_dict()
-    first["_num_yielded"] = 99
-    assert second["_num_yielded"] == BATCHES
-
-
-@pytest.mark.usefixtures("kept")
-def test_r37_a_state_that_accelerate_has_edited_is_followed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Follow a state as on the second of two ranks, whose states dispatch moves back by one batch."""
-    prepared = accelerator(dispatch_batches=True).prepare(numbers())
-    iterator = iter(prepared)
-    next(iterator), next(iterator)
-    before = prepared.base_dataloader.state_dict()
-    with monkeypatch.context() as patch:
-        patch.setattr(PartialState(), "distributed_type", accelerates.DistributedType.MULTI_CPU)
-        patch.setattr(PartialState(), "num_processes", 2)
-        prepared._update_state_dict()
-    edited = prepared.state_dict()
-    del iterator
-    gc.collect()
-    assert edited["_num_yielded"] == before["_num_yielded"] - 1
-    assert edited["_sampler_iter_yielded"] == before["_sampler_iter_yielded"] - 1
-    other = accelerator(dispatch_batches=True).prepare(numbers())
-    other.load_state_dict(edited)
-    assert flat(other) == list(range(20))[(before["_num_yielded"] - 1) * BATCH :]
 
 
 @pytest.mark.usefixtures("kept")

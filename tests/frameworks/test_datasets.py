@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,7 @@ import torch
 from support.once import forget_warnings
 from support.seeded_training import LIKE_TORCHS_PROCESSES, WORKERS, Regression, torch_loader
 
-from hybridloader import DataLoader, Pipeline, Threads
-from hybridloader.sampling import BlockShuffleSampler
+from hybridloader import DataLoader, Threads
 
 datasets = pytest.importorskip("datasets")
 from datasets import Dataset, IterableDataset  # noqa: E402
@@ -135,17 +133,6 @@ def test_r30_fresh_processes_that_stay_see_the_epoch() -> None:
     assert trained(loader, data, epochs=True) == torchs_on_a_stream(1)
 
 
-def test_set_epoch_of_the_loader_tells_the_stream() -> None:
-    data = stream()
-    loader = DataLoader(data, batch_size=4, num_workers=2, backend="threads")
-    orders = []
-    for epoch in (0, 1, 0):
-        loader.set_epoch(epoch)
-        assert data.epoch == epoch
-        orders.append([batch["features"].tolist() for batch in loader])
-    assert orders[0] == orders[2] != orders[1]
-
-
 def test_streams_split_by_node_are_those_of_torchs_loader() -> None:
     for backend in BACKENDS:
         seen: list[Any] = []
@@ -203,18 +190,6 @@ def test_a_stream_goes_on_from_a_state(workers: int, backend: str) -> None:
             one._iterator.close()
 
 
-def test_shards_that_ranks_can_not_divide_are_said() -> None:
-    data = split_dataset_by_node(stream(4), rank=0, world_size=3)
-    forget_warnings()
-    with pytest.warns(UserWarning, match="4 shards can't be divided evenly among 3 ranks"):
-        list(DataLoader(data, batch_size=4))
-    forget_warnings()
-    pipe = Pipeline.from_iterable(stream(2), backend="threads", num_workers=3)
-    with pytest.warns(UserWarning, match="2 shards for 3 workers of this rank"):
-        assert len(list(pipe)) == 2 * IN_SHARD
-    list(DataLoader(split_dataset_by_node(stream(4), rank=0, world_size=2), num_workers=2))
-
-
 @pytest.mark.filterwarnings("ignore:IterableDataset has no state_dict:UserWarning")
 @pytest.mark.parametrize(("workers", "backend"), [(0, None), (2, "fork")])
 def test_a_shuffled_stream_goes_on_exactly_at_any_place(workers: int, backend: Any) -> None:
@@ -231,26 +206,6 @@ def test_a_shuffled_stream_goes_on_exactly_at_any_place(workers: int, backend: A
                 next(iterator)
             other.load_state_dict(first.state_dict())
         assert [batch["features"].tolist() for batch in other] == whole[place:]
-
-
-@pytest.mark.parametrize("where", [{}, {"backend": "threads", "num_workers": 2}], ids=str)
-def test_both_kinds_in_a_pipeline_go_on_at_any_place(where: Any) -> None:
-    data = Dataset.from_dict({"x": [*range(40)]})
-    order = BlockShuffleSampler([len(data)], seed=0, block_size=8, window_blocks=2)
-    pipes = [
-        Pipeline.from_dataset(data, sampler=order, **where),
-        Pipeline.from_iterable(stream(), **where),
-    ]
-    for pipe in pipes:
-        pipe = pipe.map(str)
-        whole = list(pipe.run(seed=1))
-        assert len(set(whole)) == len(whole)
-        for place in (0, 1, 7, len(whole) - 1):
-            with pipe.run(seed=1) as run:
-                assert list(itertools.islice(run, place)) == whole[:place]
-                state = json.loads(json.dumps(run.state_dict()))
-            with pipe.run(state=state) as run:
-                assert list(run) == whole[place:]
 
 
 def test_the_page_resumes_a_stream_with_other_workers() -> None:

@@ -20,7 +20,6 @@ from hybridloader import DataLoader, SampleSeeding, SharedMemory, Skip, Threads
 
 pytest.importorskip("lightning")
 from lightning.fabric import Fabric
-from lightning.fabric.utilities.data import _replace_dunder_methods
 from lightning.fabric.wrappers import _FabricDataLoader
 
 BATCH = 4
@@ -71,16 +70,6 @@ def test_r04_class_and_options_are_kept(
             assert isinstance(again.sampler, DistributedSampler)
             again.sampler.set_epoch(1)
         assert sum(len(features) for features, _ in again) == 20 / replicas
-
-
-def test_r10_what_was_set_in_a_hook_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _replace_dunder_methods(DataLoader, "dataset"):
-        loader = DataLoader(Augmented(), BATCH, num_workers=WORKERS, backend="threads")
-        loader.on_error = "skip"
-        loader.prefetch_factor = 5
-    again = set_up(loader, 2, monkeypatch)
-    assert again is not loader
-    assert (again.backend, again.on_error, again.prefetch_factor) == ("threads", "skip", 5)
 
 
 def run(kind: Any, data: Any, **options: Any) -> list[float]:

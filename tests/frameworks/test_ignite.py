@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from typing import Any
 
 import pytest
@@ -79,14 +78,6 @@ def test_r03_update_dataloader_keeps_class_backend_and_every_option() -> None:
         assert rebuilt.multiprocessing_context is None
 
 
-def test_r03_update_dataloader_gives_the_batches_of_the_sampler() -> None:
-    loader = DataLoader(Augmented(noise=0), 4, num_workers=WORKERS, backend="threads")
-    backwards = BatchSampler(range(19, -1, -1), 5, drop_last=False)
-    seen = [features[:, 1] * 20 for features, _ in update_dataloader(loader, backwards)]
-    assert torch.cat(seen).round().tolist() == list(range(19, -1, -1))
-    assert [len(batch) for batch in seen] == [5] * 4
-
-
 @functools.cache
 def torchs_losses(kind: type[Engine], noise: float = 0.1) -> list[float]:
     return run(kind, torch_loader(Augmented(noise=noise), 4, shuffle=True, num_workers=WORKERS))
@@ -107,13 +98,6 @@ def test_losses_are_those_of_torchs_loader(kind: type[Engine]) -> None:
     drawn = [losses(workers, backend="threads") for workers in (1, 2, 2, 5)]
     assert drawn[0] == drawn[1] == drawn[2] == drawn[3]
     assert losses(backend="threads", seeding="worker") == torchs_losses(kind)
-
-
-def test_losses_of_fresh_processes_that_stay_are_those_of_torchs_loader() -> None:
-    common = {"shuffle": True, "num_workers": 1, "persistent_workers": True}
-    wanted = run(DeterministicEngine, torch_loader(Augmented(), 4, **common))
-    ours = DataLoader(Augmented(), 4, backend="spawn", **common)  # type: ignore[arg-type]
-    assert run(DeterministicEngine, ours) == wanted
 
 
 def test_an_epoch_of_the_engine_may_end_within_one_of_the_loader() -> None:
@@ -158,23 +142,6 @@ def test_a_deterministic_engine_resumes_within_an_epoch(
     resumed.load_state_dict(saved)
     resumed.run(loader())
     assert seen == whole
-
-
-def test_a_run_that_ends_in_the_middle_leaves_no_persistent_worker_once_it_is_let_go() -> None:
-    loader = DataLoader(
-        Augmented(), 4, num_workers=WORKERS, backend="fork", persistent_workers=True
-    )
-    engine, _ = engine_of(Engine, [])
-    engine.add_event_handler(Events.ITERATION_COMPLETED(once=7), lambda engine: engine.terminate())
-    engine.run(loader, max_epochs=EPOCHS)
-    assert loader._iterator is not None
-    workers = list(loader._iterator._workers)
-    assert all(worker.is_alive() for worker in workers)
-    del loader, engine
-    gc.collect()  # an engine and its handlers hold each other
-    for worker in workers:
-        worker.join(60)
-    assert not any(worker.is_alive() for worker in workers)
 
 
 def test_the_batch_size_can_be_scheduled() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import signal
 import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.pipeline_loaders import counted, numbers, uncounted
@@ -23,7 +21,6 @@ from support.seeded_training import (
     Regression,
     torch_loader,
 )
-from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from hybridloader import (
@@ -32,7 +29,6 @@ from hybridloader import (
     SampleSeeding,
     SharedMemory,
     Skip,
-    StatefulDataLoader,
     Threads,
 )
 from hybridloader.sampling import ShuffleSampler
@@ -220,27 +216,6 @@ def test_losses_equal_those_of_torchs_loader() -> None:
         assert fitted(DataLoader, Augmented(), backend=backend) == wanted
 
 
-def test_r27_seed_everything_seeds_thread_workers_and_leaves_the_main_thread_alone() -> None:
-    seen: list[Any] = []
-
-    def rngs() -> Any:
-        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
-
-    class Watching(Callback):
-        def on_train_batch_start(self, *args: Any) -> None:
-            seen.append(rngs())
-
-    lightning.seed_everything(3, workers=True, verbose=False)
-    loader = DataLoader(Augmented(noise=0), BATCH, num_workers=WORKERS, backend="threads")
-    python, arrays, _ = rngs()
-    trainer(callbacks=[Watching()], max_epochs=1).fit(Model(), loader)
-    assert loader.worker_init_fn is not None  # Lightning's, which seeds all the global generators
-    assert len(seen) == BATCHES
-    assert {repr(each[0]) for each in seen} == {repr(python)}
-    assert all(each[1] == arrays for each in seen)
-    assert all(each[2] == seen[0][2] for each in seen)
-
-
 @pytest.mark.parametrize("mode", ["max_size_cycle", "sequential"])
 def test_a_combined_loader_of_ours_gives_what_one_of_torchs_gives(mode: str) -> None:
     def combined(kind: Any, **options: Any) -> CombinedLoader:
@@ -258,54 +233,6 @@ def test_a_combined_loader_of_ours_gives_what_one_of_torchs_gives(mode: str) -> 
     ours.reset()
     gc.collect()
     assert all(loader._iterator is None for loader in ours.flattened)
-
-
-# -- workers ---------------------------------------------------------------------------------------
-
-
-class Born(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Tells with each sample in which process it was read."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        import os
-
-        return torch.tensor([0.0, float(os.getpid()), 0.0]), torch.tensor(0.0)
-
-
-@pytest.mark.parametrize("backend", ["threads", "fork"])
-def test_persistent_workers_serve_all_epochs_and_end_with_the_loader(backend: str) -> None:
-    loader = DataLoader(Born(), 2, num_workers=2, backend=backend, persistent_workers=True)
-    model, seen = Model(), []
-
-    class Watching(Callback):
-        def on_train_epoch_end(self, *args: Any) -> None:
-            seen.append(loader._iterator)
-
-    trainer(callbacks=[Watching()], max_epochs=3).fit(model, loader)
-    assert len({id(iterator) for iterator in seen}) == 1
-    assert len({pid for batch in model.seen for pid in batch}) == (2 if backend == "fork" else 1)
-    assert loader._iterator is None  # Lightning lets it go behind fit
-    seen.clear()
-    gc.collect()
-    assert not alive()
-
-
-@pytest.mark.parametrize("backend", ["threads", "fork"])
-def test_fit_that_fails_in_the_middle_leaves_nothing(backend: str) -> None:
-    class Failing(Model):
-        def training_step(self, batch: Any, index: int) -> Any:
-            if index == 2:
-                raise KeyError("step")
-            return super().training_step(batch, index)
-
-    loader = DataLoader(Augmented(), BATCH, num_workers=2, backend=backend)
-    with pytest.raises(KeyError, match="step"):
-        trainer().fit(Failing(), loader)
-    gc.collect()
-    assert not alive()
 
 
 # -- state (R35) -----------------------------------------------------------------------------------
@@ -359,14 +286,6 @@ def test_r35_fit_goes_on_behind_a_checkpoint_in_the_middle_of_an_epoch(
         assert samples(seen[first : first + BATCHES]) == samples(whole[:BATCHES])
 
 
-def test_r35_fit_goes_on_behind_a_checkpoint_of_an_epochs_end(
-    tmp_path: Path, whole: list[list[float]]
-) -> None:
-    seen = gone_on(stopped(tmp_path, "threads", BATCHES, every_n_epochs=1), "threads")
-    assert len(seen) == len(whole) - BATCHES
-    assert samples(seen[:BATCHES]) == samples(whole[:BATCHES])
-
-
 class Hooked(Model):
     """The loader is made in the hook, with the epoch set, and its sampler has a state."""
 
@@ -408,25 +327,6 @@ def test_after_sigterm_at_any_step_fit_resumes_with_the_next_batch(
     seen = fit(tmp_path / "stopped", Terminated(step))
     assert seen == whole[:step]
     assert seen + fit(tmp_path / "stopped") == whole
-
-
-def test_a_checkpoint_of_torchdatas_loader_is_gone_on_from_with_ours_in_its_place(
-    tmp_path: Path,
-) -> None:
-    theirs = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-
-    def fit(kind: Any, checkpoint: Path | None, **options: Any) -> list[list[float]]:
-        torch.manual_seed(6)
-        loader = kind(Augmented(noise=0), BATCH, shuffle=True, num_workers=WORKERS)
-        model, one = Model(), trainer(max_epochs=1, **options)
-        one.fit(model, loader, ckpt_path=checkpoint, weights_only=False)
-        return model.seen
-
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    whole = fit(theirs, None, callbacks=[saving], enable_checkpointing=True)
-    checkpoint = tmp_path / "step=2.ckpt"
-    rest = [fit(kind, checkpoint) for kind in (StatefulDataLoader, theirs)]
-    assert rest == [whole[2:], whole[2:]]
 
 
 # -- pipelines: Lightning and Fabric save and resume a `PipelineLoader` as they do a loader -----------
@@ -493,25 +393,6 @@ def test_without_a_length_a_limit_of_batches_keeps_the_state_from_running_ahead(
         checkpoint = tmp_path / str(limit) / "step=6.ckpt"
         with uncounted() as loader:
             assert shown(loader, checkpoint, limit_train_batches=limit) == wanted[6 + lost :]
-
-
-def test_each_loader_of_a_combined_one_has_its_state(tmp_path: Path) -> None:
-    def combined() -> CombinedLoader:
-        return CombinedLoader([counted("inline"), uncounted("inline")], "min_size")
-
-    class Both(Model):
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            self.both = [*getattr(self, "both", []), [numbers(one) for one in batch]]
-            return super().training_step(batch[0], index)
-
-    def fit(checkpoint: Path | None, **options: Any) -> list[Any]:
-        model = Both()
-        one = trainer(enable_checkpointing="callbacks" in options, limit_train_batches=4, **options)
-        one.fit(model, combined(), ckpt_path=checkpoint, weights_only=True)
-        return model.both
-
-    found = fit(None, max_epochs=1, **saving(tmp_path, every_n_train_steps=2))
-    assert fit(tmp_path / "step=2.ckpt", max_epochs=1) == found[2:]
 
 
 def test_fit_leaves_the_workers_to_the_loader() -> None:

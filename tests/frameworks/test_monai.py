@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,19 +158,3 @@ def test_monais_own_classes_run_on_ours_within_install(threaded: bool) -> None:
     wanted = monais(plain, threaded)
     with hybridloader.install(backend=Threads(copy_dataset=True)):
         same(batches(kind, plain(), num_workers=WORKERS), wanted)
-
-
-def test_monais_own_thread_workers_are_left_to_it_under_install() -> None:
-    def loader() -> Any:
-        return monai.data.ThreadDataLoader(
-            monai.data.Dataset(list(range(4)), lambda item: (item, os.getpid())),
-            use_thread_workers=True,
-            num_workers=1,
-            batch_size=2,
-        )
-
-    with hybridloader.install(), pytest.warns(UserWarning, match="_ProcessThreadContext, has"):
-        batches = [[list(map(int, part)) for part in batch] for batch in loader()]
-    assert batches == [[[0, 1], [os.getpid()] * 2], [[2, 3], [os.getpid()] * 2]]
-    with hybridloader.install("threads"):
-        assert [[list(map(int, part)) for part in batch] for batch in loader()] == batches

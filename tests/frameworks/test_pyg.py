@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,8 +55,6 @@ class Parts(RandomNodeLoader, hybridloader.DataLoader):  # type: ignore[misc]
 
 
 NODES, EDGES = 24, 96
-FEATURES = 40_000
-"""Floats of a node, in the test of large batches: 160 kB, which come back through a slot."""
 
 
 def graph(features: int = 3) -> Data:
@@ -153,12 +149,6 @@ def test_threads_sample_every_node_once(filter_per_worker: bool) -> None:
         assert torch.equal(ends, data.edge_index[:, batch["e_id"]])
 
 
-def test_large_features_come_through_slots() -> None:
-    data = graph(FEATURES)
-    for batch in sampled(Nodes, data, num_workers=1, backend="shared-memory", epochs=1):
-        assert torch.equal(batch["x"], data.x[batch["n_id"]])
-
-
 def dynamic() -> Any:
     return DynamicBatchSampler(graphs(), max_num=12, mode="node", shuffle=True)
 
@@ -210,23 +200,3 @@ def test_the_prefetch_loader_wraps_ours() -> None:
     loader = Nodes(data, OneHop(data), batch_size=5, num_workers=WORKERS, backend="threads")
     got = [batch.input_id.tolist() for batch in PrefetchLoader(loader, device=torch.device("cpu"))]
     assert list(itertools.chain(*got)) == [*range(NODES)]
-
-
-@pytest.mark.parametrize("around", ["enable_memory_log", "enable_cpu_affinity"])
-def test_init_functions_that_pyg_sets_for_a_while_run_in_workers(
-    around: str, tmp_path: Path
-) -> None:
-    def note(worker: int) -> None:
-        (tmp_path / f"worker {worker}").touch()
-
-    data = graph()
-    loader = Nodes(
-        data, OneHop(data), batch_size=5, num_workers=1, backend="fork", worker_init_fn=note
-    )
-    options = {"loader_cores": [min(os.sched_getaffinity(0))]} if "cpu" in around else {}
-    with getattr(loader, around)(**options):
-        inside = loader.worker_init_fn
-        assert inside is not note
-        assert len(list(loader)) == 5
-    assert [path.name for path in tmp_path.iterdir()] == ["worker 0"]
-    assert loader.worker_init_fn is not inside

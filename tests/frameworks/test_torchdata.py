@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.seeded_training import LIKE_TORCHS_PROCESSES, WORKERS, Augmented, losses, torch_loader
+from support.seeded_training import WORKERS, Augmented, torch_loader
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, get_worker_info
 
 from hybridloader import DataLoader, StatefulDataLoader, Threads
@@ -425,18 +425,6 @@ def test_torchdatas_samplers_go_on(sampler: str, workers: int) -> None:
 def sampled() -> dict[str, Any]:
     sampler = TheirRandomSampler(Augmented(), generator=torch.Generator().manual_seed(4))
     return {"batch_size": BATCH, "sampler": sampler, "num_workers": WORKERS}
-
-
-@functools.cache
-def torchs_losses() -> list[float]:
-    torch.manual_seed(3)
-    return losses(torch_loader(Augmented(), **sampled()))
-
-
-@pytest.mark.parametrize("backend", LIKE_TORCHS_PROCESSES)
-def test_losses_are_those_of_torchs_loader(backend: str | None) -> None:
-    torch.manual_seed(3)
-    assert losses(DataLoader(Augmented(), backend=backend, **sampled())) == torchs_losses()
 
 
 def test_a_sampler_that_draws_in_iter_gives_torchs_order_and_not_that_of_torchdatas_loader() -> (

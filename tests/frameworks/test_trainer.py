@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipeline_loaders import PLACES, SEED, kept
+from support.pipeline_loaders import PLACES, SEED
 from support.seeded_training import WORKERS, Augmented, Regression
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
@@ -173,12 +173,6 @@ def counted(place: str) -> PipelineLoader:
     return PipelineLoader(pipe.batch(BATCH).map(as_rows), seed=SEED)
 
 
-def endless(place: str) -> PipelineLoader:
-    """Without a length: one epoch that does not end, as the Trainer counts none."""
-    pipe = Pipeline.from_dataset(Augmented(noise=0), shuffle=True).filter(kept, **PLACES[place])
-    return PipelineLoader(pipe.batch(BATCH).map(as_rows).repeat(), seed=SEED)
-
-
 def as_rows(batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"x": batch[0], "labels": batch[1]}
 
@@ -221,21 +215,13 @@ def shown(
     return losses.seen
 
 
-@pytest.mark.parametrize("step", [3, 5, 7])
+@pytest.mark.parametrize("step", [3, 5])
 def test_a_run_resumes_after_a_checkpoint(tmp_path: Path, step: int) -> None:
     """In the middle of an epoch, and at its last step."""
     whole = shown(tmp_path, counted("threads"), save_steps=step)
     assert len(whole) == 5 * EPOCHS
     rest = shown(tmp_path, counted("fork"), tmp_path / f"checkpoint-{step}", save_steps=100)
     assert rest == whole[step:]
-
-
-def test_a_pipeline_without_a_length_is_repeated_and_resumes_in_any_pass(tmp_path: Path) -> None:
-    whole = shown(tmp_path, endless("threads"), max_steps=11, save_steps=6)
-    assert len(whole) == 11
-    checkpoint = tmp_path / "checkpoint-6"
-    rest = shown(tmp_path, endless("inline"), checkpoint, max_steps=11, save_steps=100)
-    assert rest == whole[6:]
 
 
 def test_the_trainer_can_not_skip_batches_of_a_loader_that_is_not_torchs(tmp_path: Path) -> None:

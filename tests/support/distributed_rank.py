@@ -28,7 +28,7 @@ EPOCHS, WORKERS, BATCH = 2, 2, 3
 SAMPLES = 21
 """Number of samples, which 2 ranks can't divide evenly."""
 
-BACKENDS: list[str | None] = [None, "fork", "threads", "inline"]
+BACKENDS: list[str | None] = ["fork", "threads"]
 
 SAMPLERS: dict[str, Callable[[], Any]] = {
     "torch's": lambda: DistributedSampler(range(SAMPLES), seed=3),  # type: ignore[arg-type]
