@@ -280,8 +280,8 @@ def install(backend: str | Backend | None = None, **options: Unpack[OptionWords]
         calling thread with every backend.
     **options
         The other keywords of `hybridloader.DataLoader`, for all loaders. An option that a loader can't
-        have is ignored for that loader: `task_timeout` without workers, and `threads_per_worker` or
-        ``shard_remainders="join"`` with the other kind of dataset.
+        have is ignored for that loader: `task_timeout` without workers, and `threads_per_worker` with
+        an iterable dataset.
 
     Warns
     -----

@@ -262,7 +262,7 @@ class ItemLoop:
                     item = found
                 elif kind == "batch":
                     item, outcome = found
-                    whole = outcome.rest is None  # the batch counts as one item
+                    whole = not outcome.empty  # the batch counts as one item
                     attempted, failures = outcome.attempted - whole, outcome.failures
                     results.notes.append(
                         Note(len(results.values), attempted, failures, None, whole)

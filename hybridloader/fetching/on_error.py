@@ -44,13 +44,11 @@ class Note(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Metadata of the value of a loader's task: a batch, or a list of samples."""
+    """Metadata of the value of a loader's task."""
 
     attempted: int  # samples, those of `failures` included
     failures: Sequence[FailureRecord] = ()
-    rest: Sequence[int] | None = None
-    """Numbers of the samples in the list: the last ones of a shard, to be joined with those of others.
-    It is empty if there is none. None: the value is a batch."""
+    empty: bool = False  # no sample is left, and the value is no batch
 
 
 Attempt = tuple[Any, Outcome]  # value of a task, and the outcome of its samples
@@ -58,7 +56,7 @@ Attempt = tuple[Any, Outcome]  # value of a task, and the outcome of its samples
 
 def nothing_left(failures: Sequence[FailureRecord]) -> Attempt:
     """Return the attempt at a batch of which all samples have failed."""
-    return [], Outcome(len(failures), failures, [])
+    return [], Outcome(len(failures), failures, empty=True)
 
 
 def all_failed(

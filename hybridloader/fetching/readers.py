@@ -122,7 +122,6 @@ class IterableFetch(Fetch):
     drop_last: bool = False  # drop the last samples of the shard if they don't fill a batch
     datapipe: bool = False
     on_error: Policy | None = None
-    join: bool = False  # send those samples uncollated, to be joined with those of other shards
     state_every: int = 0
     # Rank, number of ranks, and number of workers, if the dataset names its shards:
     share: tuple[int, int, int] | None = None
@@ -206,11 +205,10 @@ class LoaderFetcher(Fetcher):
         context: TaskContext,
         read: Callable[[Any], Any],  # reads one sample
         *,
-        join: bool = False,  # send a short batch uncollated
         helpers: Fanout | None = None,
     ) -> None:
         self._context, self.rng = context, context.rng
-        self._batched, self._join = work.batched, join
+        self._batched = work.batched
         collate_fn = work.collate_fn
         if self.rng is not None and not is_default_collate(collate_fn):  # which draws nothing
             collate_fn = self.rng.seeded_collate(collate_fn)
@@ -232,8 +230,8 @@ class LoaderFetcher(Fetcher):
         self._context.add("outcome", attempt[1])
         return attempt[0]
 
-    def _joined(self, asked: Sequence[Any], results: TaskResults, wanted: int) -> Attempt:
-        """Return the good samples as a batch, or uncollated if they are to be joined with others."""
+    def _batch(self, asked: Sequence[Any], results: TaskResults) -> Attempt:
+        """Return the good samples as a batch."""
         indices, samples = asked, results.values
         failures: list[FailureRecord] = []
         if results.notes:
@@ -241,8 +239,6 @@ class LoaderFetcher(Fetcher):
             indices = _left(asked, failures)
         if not samples:
             return nothing_left(failures)
-        if self._join and len(samples) < wanted:
-            return samples, Outcome(_attempted(indices, failures), failures, indices)
         return self._collated(indices, samples, failures)
 
     def _collated(
@@ -357,7 +353,7 @@ class IndexedFetcher(LoaderFetcher):
         whole = None if spared or not self._batched else self._as_a_whole(index)
         if whole is not None:
             return whole
-        return self._joined(asked, self._loop.run(asked, spared=spared), len(asked))
+        return self._batch(asked, self._loop.run(asked, spared=spared))
 
     def _as_a_whole(self, indices: Any) -> Attempt | None:
         """Return the batch made in one call; None where that can't be done, or has failed."""
@@ -396,7 +392,7 @@ class IndexedFetcher(LoaderFetcher):
         """Return the batch of fetched samples, under a policy an `Attempt`. On any thread."""
         if self._loop is None:
             return self._collate(samples)
-        return self._joined(index, self._loop.joined(samples), len(index))
+        return self._batch(index, self._loop.joined(samples))
 
     def _collate(self, samples: Any) -> Any:
         if self._context.parts is not None and self._context.parts.looks:
@@ -556,15 +552,15 @@ class ShardFetcher(ShardReader, LoaderFetcher):
 
     def __init__(self, work: IterableFetch, samples: Iterator[Any], context: TaskContext) -> None:
         ShardReader.__init__(self, samples, context, under_policy=work.on_error is not None)
-        LoaderFetcher.__init__(self, work, context, self._next, join=work.join)
-        self._drop_last = work.drop_last and not work.join
+        LoaderFetcher.__init__(self, work, context, self._next)
+        self._drop_last = work.drop_last
 
     def fetch(self, indices: Any) -> Any:
         wanted = len(indices) if self._batched else 1
         if self._loop is not None:
             asked, results = self._read(self._loop, wanted)
             if results.values and not (self._drop_last and len(results.values) < wanted):
-                return self._answer(asked, self._joined(asked, results, wanted))
+                return self._answer(asked, self._batch(asked, results))
             if results.notes:
                 return self._answer([], nothing_left(results.failures))
             if self._lost is not None:
@@ -597,9 +593,6 @@ class ShardFetcher(ShardReader, LoaderFetcher):
             del samples
         if not batch or (self._drop_last and len(batch) < wanted):
             raise EndOfShard
-        if self._join and len(batch) < wanted:
-            numbers = list(range(self.position - len(batch), self.position))
-            return self._answer(numbers, (batch, Outcome(len(batch), (), numbers)))
         return self._collate_fn(batch if self._batched else batch[0])
 
     def key(self, index: Any) -> bytes:

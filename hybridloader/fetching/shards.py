@@ -250,8 +250,8 @@ class ShardDivision:
             places.append(self.place(worker, start))
             if start.skip != start.position:
                 whole = (
-                    f"the latest batch of worker {worker} raised an error, or the last samples of its "
-                    "shard wait for others to fill a batch; take the state after another batch"
+                    f"the latest batch of worker {worker} raised an error; take the state after "
+                    "another batch"
                 )
         read = max((start.skip for start in starts or ()), default=0)
         return self.state(None if starts is None else places, read, whole)

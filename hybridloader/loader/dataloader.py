@@ -103,11 +103,6 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
         depend on the seed, the epoch and its index, not on backend, workers, timing or faults. A
         sample of an iterable dataset is identified by its worker and its number there. ``"shared"``
         lets samples on threads draw from the generators of your loop. See docs/randomness.md.
-    shard_remainders
-        Handling of the last samples of each worker's shard of an iterable dataset, if they are no
-        full batch. ``"keep"`` makes a smaller batch for each worker, or none with ``drop_last``, as
-        torch does. ``"join"`` makes full batches of them, in the order in which the shards end; only
-        the final remainder is a smaller batch, or dropped.
     device
         Device on which ``next()`` returns batches: ``"cuda"``, a `torch.device`, an `Accelerator`,
         or a `Transfer`, which also limits how many may wait there. A thread pins and copies them
@@ -182,7 +177,6 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
         on_worker_death: str | RestartPolicy = "raise",
         task_timeout: float = 0,
         seeding: str | SampleSeeding | None = None,
-        shard_remainders: str = "keep",
         device: str | torch.device | Accelerator | Transfer | None = None,
         observe: bool | Observe = False,
     ) -> None:
@@ -202,7 +196,6 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
         self.on_worker_death = on_worker_death
         self.task_timeout = task_timeout
         self.seeding = seeding
-        self.shard_remainders = shard_remainders
         self.device = device
         self._prefetch_chosen = prefetch_factor is not None
         self.observe = observe

@@ -45,7 +45,7 @@ from hybridloader.fetching.on_error import ErrorBudget, Skipped, parse_on_error
 from hybridloader.fetching.readers import IterableFetch, MapFetch, one_by_one
 from hybridloader.fetching.shards import share_of
 from hybridloader.loader.plan import LoaderPlan
-from hybridloader.loader.progress import CheckedResults, JoinedResults, Progress, Results
+from hybridloader.loader.progress import CheckedResults, Progress, Results
 from hybridloader.loader.state import Begins, PassStart, ResumedDispatch
 from hybridloader.observe.figures import Faults, LoopRecord, StageRecord
 from hybridloader.observe.headroom_trials import KeptBatches, Reuse
@@ -55,8 +55,7 @@ from hybridloader.observe.stats import Stats
 from hybridloader.observe.tracing import traced
 from hybridloader.records.large import hint_at_large_container
 from hybridloader.running.executor import Runner
-from hybridloader.seeding.sample_rng import COLLATE, Kind, Origin, SampleRng, origin_of
-from hybridloader.seeding.worker_seeds import kept
+from hybridloader.seeding.sample_rng import Kind, Origin, origin_of
 
 # -- Results of a loader's stage, pinned or copied to a device before the loop asks for them.
 #
@@ -162,9 +161,6 @@ class _PinningIterator(Iterator[Any]):
                 waits.note(began, perf_counter())
         try:
             extras = stage.last.extras
-            if extras is not None and "outcome" in extras and extras["outcome"].rest is not None:
-                # Samples that may still have to be joined.
-                return _QueuedResult(*self._place, extras, result)
             sent = self._pinner.send(result)
             return _QueuedResult(*self._place, extras, sent, sent.size)
         except Exception as error:
@@ -427,7 +423,6 @@ class LoaderIterator(_BaseDataLoaderIter):
                 plan.drop_last,
                 isinstance(dataset, IterDataPipe),
                 self._on_error,
-                join=plan.joins,
                 state_every=plan.state_every,
                 share=None if share is None else (*share, int(plan.num_workers)),
             )
@@ -573,8 +568,11 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._observation is not None and not progress.iterable:
             source = self._observation.drawn(source)
         results = self._results(source, progress, changes)
-        if self._on_error is not None or self._plan.joins:
-            self._next_batch = self._checked(results, progress).__next__
+        if self._on_error is not None:
+            record = self._plan.record
+            number = 0 if record.budget is None else record.budget.epoch + 1
+            self._budget = record.budget = ErrorBudget(self._on_error, "DataLoader", number)
+            self._next_batch = CheckedResults(results, progress, self._budget).__next__
         else:
             self._next_batch = progress.watch(results).__next__
         if self._plan.state_every:
@@ -644,28 +642,6 @@ class LoaderIterator(_BaseDataLoaderIter):
                 if is_ours(error, (*ENDS, WorkerTimeout)):
                     raise
                 # A failed batch counts as returned: its error was raised before the state was taken.
-
-    def _checked(self, results: Results, progress: Progress) -> CheckedResults:
-        if self._on_error is not None:
-            record = self._plan.record
-            epoch = 0 if record.budget is None else record.budget.epoch + 1
-            self._budget = record.budget = ErrorBudget(self._on_error, "DataLoader", epoch)
-        if not self._plan.joins:
-            return CheckedResults(results, progress, self._budget)
-        collate_fn, pinner = self._collate_fn, None if self._pin_thread is None else self._pinner
-        rng = None if self._origin is None else SampleRng(self._origin, 0)
-
-        def collate(samples: Any) -> Any:
-            """Make a batch of samples that were joined, which the pinning thread does not see."""
-            if rng is None:
-                batch = collate_fn(samples)
-            else:  # seeded by its number in the epoch, which a state has, too
-                with kept():
-                    batch = rng.call(COLLATE, b"joined/%d" % progress.yielded, collate_fn, samples)
-            return batch if pinner is None else pinner.here(batch)
-
-        size, drop_last = int(self._plan.batch_size or 1), self._drop_last
-        return JoinedResults(results, progress, self._budget, collate, size, drop_last=drop_last)
 
     def __next__(self) -> Any:
         # torch's method enters a profiler range for every batch, which costs 15-30 us and only matters

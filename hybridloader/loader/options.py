@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypedDict
 
-from hybridloader._support.text import keywords, one_of, seconds, spelled_out, whole
+from hybridloader._support.text import keywords, seconds, spelled_out, whole
 from hybridloader.devices.pinning import check as check_device
 from hybridloader.engine.stage import RestartPolicy
 from hybridloader.fetching.on_error import Replace, Retry, Skip, parse_on_error
@@ -26,7 +26,6 @@ class OptionWords(TypedDict, total=False):
     on_worker_death: str | RestartPolicy
     task_timeout: float
     seeding: str | SampleSeeding | None
-    shard_remainders: str
     device: Any
     observe: bool | Observe
 
@@ -39,7 +38,6 @@ class Options(NamedTuple):
     on_worker_death: str | RestartPolicy = "raise"
     task_timeout: float = 0
     seeding: str | SampleSeeding | None = None
-    shard_remainders: str = "keep"
     device: Any = None
     observe: bool | Observe = False
 
@@ -69,7 +67,6 @@ class Options(NamedTuple):
         parse_seeding(self.seeding)
         RestartPolicy.of(self.on_worker_death)
         seconds("task_timeout", self.task_timeout)
-        one_of("shard_remainders", self.shard_remainders, ("keep", "join"))
         check_device(self.device)
         check_observe(self.observe)
 

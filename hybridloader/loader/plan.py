@@ -131,11 +131,6 @@ class LoaderPlan:
         return maker.get("takes_arrays") is True
 
     @property
-    def joins(self) -> bool:
-        """True if the last samples of the workers' shards are joined to full batches."""
-        return self.options.shard_remainders == "join"
-
-    @property
     def readers(self) -> int:
         """Number of workers that read the dataset; 1 if the caller does."""
         return max(1, int(self.num_workers))
@@ -223,11 +218,6 @@ class LoaderPlan:
             found["task_timeout"] = (
                 f"task_timeout={timeout} needs num_workers > 0: with 0 the calling thread makes the "
                 "batch, and can't be stopped"
-            )
-        if self.options.shard_remainders == "join" and not (self.iterable and self.batched):
-            found["shard_remainders"] = (
-                "shard_remainders='join' joins the last samples of each worker's part of an iterable "
-                "dataset; leave it out for a map-style dataset, and with batch_size=None"
             )
         return found
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Protocol
 
 from hybridloader._support.states import Cadence, Latest
 from hybridloader._support.threads import snapshot
-from hybridloader._support.user_objects import Failure, foreign, place_of
+from hybridloader._support.user_objects import place_of
 from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.engine.messages import Exhausted, Last
-from hybridloader.fetching.on_error import ErrorBudget, FailureRecord, Outcome
+from hybridloader.fetching.on_error import ErrorBudget, Outcome
 from hybridloader.fetching.shards import ShardDivision
 from hybridloader.loader.samplers import SamplerReplay, SamplerState
 
@@ -77,11 +77,7 @@ class Progress:
         self.places = [ShardStart(again=[]) for _ in range(readers)]
         """Positions of the workers after the returned results, if the dataset is iterable or workers
         have its state. `ShardStart.again` is a list that grows."""
-        self.remainders: dict[int, ShardStart] = {}
-        """Positions of workers before the last samples of their shards, which wait to be joined."""
         self.last_worker = -1  # worker of the result that was returned last; -1 if there was none
-        self.waiting: deque[tuple[int, int]] = deque()
-        """Worker and number of each sample that waits to be joined, in order."""
         self.finished = False  # True if the caller has reached the end of the epoch
         self.first: tuple[int, ...] = ()
         """Workers that must be asked first and have not answered."""
@@ -191,7 +187,7 @@ class Progress:
         if last.extras is not None or self.iterable:
             extras = last.extras or {}
             state = extras.get("state")
-            self._note_place(worker, last.position, state, extras.get("outcome"))
+            self._note_place(worker, last.position, state)
         if self.iterable:
             self.count += 1
             return
@@ -207,10 +203,6 @@ class Progress:
         self.places[worker] = state._replace(position=at, skip=at, again=[])
         self._rereading[worker] = 0
 
-    def joined(self, count: int) -> list[int]:
-        """Remove the first `count` samples that wait, and return their numbers."""
-        return [self.waiting.popleft()[1] for _ in range(count)]
-
     def _handed_out(self, number: int) -> DrawnItem | None:
         """Return the item of a returned result, and count it."""
         if number < self.count:
@@ -225,16 +217,12 @@ class Progress:
             self.count, self.at = number + 1, item
         return item
 
-    def _note_place(
-        self, worker: int, position: int, state: ShardStart | None, outcome: Outcome | None
-    ) -> None:
+    def _note_place(self, worker: int, position: int, state: ShardStart | None) -> None:
         before = self.places[worker]
         if state is not None:
             self.places[worker] = state._replace(position=position, skip=position, again=[])
         elif self.iterable:
             self.places[worker] = before._replace(skip=position, since=before.since + 1)
-        if outcome is not None and outcome.rest:
-            self.remainders[worker] = before
 
     # -- for a state ---------------------------------------------------------------------------------
 
@@ -278,12 +266,6 @@ class Progress:
                 last = now if end.shard_start is None else end.shard_start
                 at = now.position if end.shard_start is None else end.position
                 starts[end.worker] = ShardStart(at, end.position, last.dataset, last.iterator, True)
-        oldest: dict[int, int] = {}  # number of the first waiting sample, by worker
-        for worker, number in self.waiting:
-            oldest.setdefault(worker, number)
-        for worker, place in self.remainders.items():
-            if worker in oldest:
-                starts[worker] = place._replace(skip=oldest[worker])
         return starts
 
 
@@ -305,94 +287,35 @@ class CountedResults(Iterator[Any]):
 
 
 class CheckedResults(Iterator[Any]):
-    """Batches of a stage whose samples may fail: `budget` counts them, if there is one.
+    """Batches of a stage whose samples may fail: `budget` counts them.
 
     A batch of which no sample is left is left out. `progress` counts a result when it is returned or
     left out: if the budget raises an error first, the result follows the error.
     """
 
-    def __init__(self, results: Results, progress: Progress, budget: ErrorBudget | None) -> None:
+    def __init__(self, results: Results, progress: Progress, budget: ErrorBudget) -> None:
         self._last, self._progress, self._budget = results.last, progress, budget
         self._pull: Callable[[], Any] = results.__next__
         # All the mutable state:
         self._received: list[tuple[Any, Outcome | None]] = []  # one result that was not counted yet
 
     def __next__(self) -> Any:
-        while True:
-            found, rest = self._next()
-            if rest is None:
-                return found
-
-    def _next(self) -> tuple[Any, Sequence[int] | None]:
-        """Return the value of the next result, and `Outcome.rest`."""
         last = self._last
-        if not self._received:
-            try:
-                found = self._pull()
-            except Exception as error:
-                self._progress.note_result(last, error)
-                raise
-            outcome = None if last.extras is None else last.extras.get("outcome")
-            self._received.append((found, outcome))
-            if outcome is not None and self._budget is not None:
-                worker = last.worker if self._progress.workers else None
-                self._budget.count(outcome.attempted, outcome.failures, worker)
-        self._progress.note_result(last)
-        # The traceback of an inline worker's error refers to the caller's frames.
-        last.extras = None
-        found, outcome = self._received.pop()
-        return found, None if outcome is None else outcome.rest
-
-
-class JoinedResults(CheckedResults):
-    """Batches of an iterable dataset, without remainders of the workers' shards.
-
-    The last samples of a shard wait, in order, for those of the next one. Once there are `size`, they
-    make a batch, in the place of the samples that completed it. The rest at the end of the epoch makes a
-    last, smaller batch, unless it is to be dropped.
-    """
-
-    def __init__(
-        self,
-        results: Results,
-        progress: Progress,
-        budget: ErrorBudget | None,
-        collate_fn: Callable[[Any], Any],
-        size: int,
-        *,
-        drop_last: bool,
-    ) -> None:
-        super().__init__(results, progress, budget)
-        self._collate_fn, self._size, self._drop_last = collate_fn, size, drop_last
-        # All the mutable state:
-        self._samples: list[Any] = []  # those in `Progress.waiting`
-
-    def __next__(self) -> Any:
         while True:
-            count = self._size
-            try:
-                found, rest = self._next()
-            except StopIteration:
-                if self._drop_last or not self._samples:
+            if not self._received:
+                try:
+                    found = self._pull()
+                except Exception as error:
+                    self._progress.note_result(last, error)
                     raise
-                count = len(self._samples)
-            else:
-                if rest is None:
-                    return found
-                self._samples += found
-                self._progress.waiting.extend((self._last.worker, number) for number in rest)
-            if len(self._samples) < count:
-                continue
-            samples, self._samples = self._samples[:count], self._samples[count:]
-            try:
-                batch = self._collate_fn(samples)
-            except Exception as error:
-                numbers = self._progress.joined(count)
-                if self._budget is None:
-                    raise
-                failure = Failure(foreign(error))
-                failures = [FailureRecord(n, place, failure) for place, n in enumerate(numbers)]
-                self._budget.count(0, failures, None)  # attempts were counted before
-            else:
-                self._progress.joined(count)
-                return batch
+                outcome = None if last.extras is None else last.extras.get("outcome")
+                self._received.append((found, outcome))
+                if outcome is not None:
+                    worker = last.worker if self._progress.workers else None
+                    self._budget.count(outcome.attempted, outcome.failures, worker)
+            self._progress.note_result(last)
+            # The traceback of an inline worker's error refers to the caller's frames.
+            last.extras = None
+            found, outcome = self._received.pop()
+            if outcome is None or not outcome.empty:
+                return found

@@ -108,16 +108,13 @@ class ResumePoint:
 
 def agreement(plan: LoaderPlan) -> dict[str, Any]:
     """Return the fields that must be equal in the loaders that save and load a state."""
-    own = {
+    return {
         "kind": "iterable" if plan.iterable else "map",
         "length": None if plan.iterable else length_of(plan.dataset),
         "batch_size": plan.batch_size,
         "drop_last": plan.drop_last,
         "samplers": [] if plan.iterable else plan.samplers.names,
     }
-    if plan.iterable:
-        own["shard_remainders"] = plan.options.shard_remainders
-    return own
 
 
 START, WITHIN, END = "start", "within", "end"
@@ -141,8 +138,6 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
     stay = bool(plan.num_workers and plan.persistent_workers)
     starts, division = progress.starts(), progress.division
     with_starts = (iterable and not over) or any(start.stateful for start in starts)
-    # Workers with samples to be joined, in order:
-    waiting = [worker for worker, _ in progress.waiting]
     # Nothing in the dict is shared with this epoch; a copy of it, with tensors, would take 100 us more.
     sampler_state = None if sampler is None else given(sampler.sampler)
     index_state = {"samples_yielded": count * size, "sampler_state": sampler_state}
@@ -178,7 +173,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
             "share": None if iterable else plan.samplers.share,
             "since": 0 if checkpoint is None else count - checkpoint.number,
             "whole": copied(whole) if whole else [],
-            "first": [] if over else list(dict.fromkeys([*waiting, *progress.first])),
+            "first": [] if over else list(progress.first),
             "behind": [number for number, start in enumerate(progress.places) if start.next_epoch],
             "shards": division and division.state_after(None if where == END else starts),
         },
@@ -224,6 +219,7 @@ _OWN_FIELDS = Schema(
     "loader",
     (COUNT, "epoch samples since? again?"),
     (among(START, WITHIN, END), "at"),
+    (among("keep"), "shard_remainders?"),  # of earlier versions, which had another one
     (list_of(among("iter", "seed"), "a list of 'iter' and 'seed'"), "steps later?"),
     (LIST, "counts whole first apart? behind?"),
     (ANY, "start sampler_epoch generators check shards?"),

@@ -66,8 +66,8 @@ persistent_workers, pin_memory_device, in_order
         the last sent state are made again. 0 or None sends states only at the beginning and at the end
         of the worker's part. torchdata can load states taken with 1, if the dataset's `state_dict`
         takes less than 2 ms and a sampler's less than 50 us.
-    backend, threads_per_worker, on_error, on_worker_death, task_timeout, seeding, shard_remainders, \
-device, observe
+    backend, threads_per_worker, on_error, on_worker_death, task_timeout, seeding, device, \
+observe
         As `DataLoader`'s.
 
     Raises

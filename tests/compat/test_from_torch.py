@@ -177,7 +177,6 @@ def test_options_that_the_loader_can_not_have_are_refused() -> None:
         ({}, {"workers": 3}, TypeError, "from_torch() got an unexpected keyword 'workers'"),
         ({}, {"task_timeout": 1}, ValueError, "task_timeout=1 needs num_workers > 0"),
         ({"batch_size": None}, {"threads_per_worker": 2}, ValueError, "one sample at a time"),
-        ({}, {"shard_remainders": "join"}, ValueError, "leave it out for a map-style dataset"),
         ({}, {"on_error": "ignore"}, ValueError, "on_error must be"),
         (spawn, {"backend": "threads"}, ValueError, "contradicts multiprocessing_context='spawn'"),
     ]

@@ -61,7 +61,6 @@ def test_options_hold_for_all_loaders_that_can_have_them() -> None:
         "on_error": Skip(),
         "threads_per_worker": 2,
         "task_timeout": 1e6,
-        "shard_remainders": "join",
         "seeding": "sample",
     }
     with install("threads", **options) as installed:
@@ -69,7 +68,7 @@ def test_options_hold_for_all_loaders_that_can_have_them() -> None:
         with iter(loader) as iterator:
             assert [b.tolist() for b in iterator] == [[0, 1], [2], [4, 5]]
             assert [lost.index for lost in iterator.skipped] == [3]
-        assert [len(b) for b in TorchLoader(Stream(), 3, num_workers=2)] == [3, 3, 3]
+        assert [len(b) for b in TorchLoader(Stream(), 3, num_workers=2)] == [3, 3, 2, 1]
         assert [len(b) for b in TorchLoader(Stream(), 3)] == [3, 2]
         assert [int(x) for x in TorchLoader(range(3), None)] == [0, 1, 2]  # type: ignore[arg-type]
         assert installed.options.threads_per_worker == 2

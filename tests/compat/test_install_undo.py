@@ -57,7 +57,6 @@ def test_a_wrong_value_changes_nothing() -> None:
         ("threads", {"on_worker_death": 1}, ValueError, "on_worker_death"),
         ("threads", {"task_timeout": -1}, ValueError, "task_timeout is seconds"),
         ("threads", {"threads_per_worker": 0}, ValueError, "threads_per_worker must be at least 1"),
-        ("threads", {"shard_remainders": "drop"}, ValueError, "shard_remainders must be"),
     ]
     for backend, options, error, says in refused:
         with pytest.raises(error, match=says):

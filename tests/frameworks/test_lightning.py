@@ -71,7 +71,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"multiprocessing_context": "fork", "timeout": 60.0},
 ]
 NAMES = ("backend", "threads_per_worker", "on_error", "on_worker_death", "task_timeout", "seeding")
-NAMES += ("shard_remainders", "prefetch_factor", "persistent_workers", "in_order", "timeout")
+NAMES += ("prefetch_factor", "persistent_workers", "in_order", "timeout")
 
 every_option = pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
 

@@ -115,7 +115,6 @@ class Random(Shards):
 
 
 PERSISTENT = {"backend": "fork", "persistent_workers": True}
-JOINED = {"size": 4, "shard_remainders": "join"}
 ROWS: dict[str, tuple[Any, list[Any], list[tuple[int, dict[str, Any]]]]] = {
     "the same workers": (Shards, [0, 4], [(3, {}), (3, {})]),
     "out of order": (Shards, [4], [(3, {"in_order": False}), (3, {})]),
@@ -126,7 +125,6 @@ ROWS: dict[str, tuple[Any, list[Any], list[tuple[int, dict[str, Any]]]]] = {
         [(2, {"on_error": "skip"}), (3, {"on_error": "skip"})],
     ),
     "seeds of samples": (Random, [3], [(2, {"seeding": "sample"}), (3, {"seeding": "sample"})]),
-    "joined": (Shards, [*range(7)], [(3, JOINED), (3, JOINED)]),
 }
 
 
@@ -145,7 +143,7 @@ def test_resumed_by_others_all_samples_come_once(name: str) -> None:
             state = loader.state_dict()
             skipped += len(loader.skipped)
             rest = taken(batches) if number == 0 and name != "processes" else None
-            if rest is not None and name in ("the same workers", "joined"):
+            if rest is not None and name == "the same workers":
                 same = make(kind(), workers, **options)
                 same.load_state_dict(state)
                 assert taken(same) == rest, "the same workers resume exactly"
@@ -172,24 +170,6 @@ def test_persistent_workers_whose_shards_have_another_order_in_each_epoch() -> N
         same.set_epoch(epoch)
         same.load_state_dict(state)
         assert taken(same) == taken(batches)
-
-
-def test_samples_that_wait_to_be_joined_keep_their_workers() -> None:
-    divided = 0
-    for stop in range(7):
-        loader = make(Shards(), 3, **JOINED)
-        batches = iter(loader)
-        before = taken(batches, stop)
-        state = loader.state_dict()
-        other = make(Shards(), 2, **JOINED)
-        if state["_hybridloader"]["shards"]["whole"] is not None:
-            with pytest.raises(StateError, match="wait to be joined"):
-                other.load_state_dict(state)
-            continue
-        divided += 1
-        other.load_state_dict(state)
-        assert Counter(before + taken(other)) == ALL
-    assert divided
 
 
 class Broken(Shards):

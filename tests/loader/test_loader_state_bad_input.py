@@ -120,9 +120,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "lacks worker_0",
     ),
     "remainders": (
-        lambda: state(1, dataset=Stream()),
-        {"dataset": Stream(), "shard_remainders": "join"},
-        "shard_remainders is 'keep' in the state and 'join'",
+        lambda: edited("_hybridloader/shard_remainders", "join", dataset=Stream()),
+        {"dataset": Stream()},
+        "shard_remainders is 'join' in the state, and must be one of 'keep'",
     ),
 }
 

@@ -89,42 +89,6 @@ class LongDying(Long):
             yield number
 
 
-# -- what is left of shards ------------------------------------------------------------------------
-
-
-class Shards(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        worker, _ = place()
-        return iter(range(worker * 100, worker * 100 + 100))
-
-
-def test_ten_shards_of_100_in_batches_of_128_are_7_batches_and_not_0() -> None:
-    def sizes(loader: Any) -> list[int]:
-        return [len(batch) for batch in loader]
-
-    options: dict[str, Any] = {"batch_size": 128, "num_workers": 10, "backend": "threads"}
-    assert sizes(DataLoader(Shards(), **options, drop_last=True)) == []
-    joined = DataLoader(Shards(), **options, drop_last=True, shard_remainders="join")
-    assert sizes(joined) == [128] * 7
-    joined = DataLoader(Shards(), **options, shard_remainders="join")
-    assert [number for batch in joined for number in batch.tolist()] == list(range(1000))
-
-
-@pytest.mark.parametrize(
-    ("dataset", "options", "words"),
-    [
-        (Plain(), {"shard_remainders": "mix"}, "must be 'keep' or 'join', got 'mix'"),
-        (range(3), {"shard_remainders": "join"}, "iterable dataset; leave it out"),
-        (Plain(), {"shard_remainders": "join", "batch_size": None}, "batch_size=None"),
-    ],
-)
-def test_shard_remainders_are_for_batches_of_iterable_datasets(
-    dataset: Any, options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        DataLoader(dataset, **options)
-
-
 # -- what is read again ----------------------------------------------------------------------------
 
 

@@ -372,13 +372,6 @@ DEFAULT = {"shuffle", "subset", "weighted", "in iter", "dropping", "samples"}
 BY_SAMPLE = {"seeding": "sample", "collate_fn": list, "batch_size": 2}
 ALONE_OR_3, TWO = (0, 3), (2,)
 
-REMAINDERS: dict[str, dict[str, Any]] = {
-    "": {},
-    ", dropping": {"drop_last": True},
-    ", joined": {"shard_remainders": "join"},
-    ", joined, dropping": {"shard_remainders": "join", "drop_last": True},
-}
-
 CASES: dict[str, Case] = {
     **{
         name: Case(lambda made=made: {"dataset": NUMBERS, **made()}, passes=2 - (name in DEFAULT))
@@ -393,7 +386,7 @@ CASES: dict[str, Case] = {
             ("walk of samples", Walks, {}),
             ("failing walk", lambda: Walks((2, 5)), {"on_error": "skip"}),
         )
-        for more, given in REMAINDERS.items()
+        for more, given in (("", {}), (", dropping", {"drop_last": True}))
     },
     "single samples with a place": Case(over(Stateful, batch_size=None), ALONE_OR_3),
     "curriculum": Case(over(Curriculum, batch_size=2), (0, 1, 2), copies=True, passes=1),
@@ -407,11 +400,6 @@ CASES: dict[str, Case] = {
     ),
     "collation that draws": Case(
         over(Bad, on_error="skip", seeding="sample", collate_fn=with_a_draw), TWO, passes=1
-    ),
-    "joined collation that draws": Case(
-        over(Plain, shard_remainders="join", seeding="sample", collate_fn=with_a_draw),
-        ALONE_OR_3,
-        passes=1,
     ),
     **{
         f"seeded {name}": Case(over(made, **{**BY_SAMPLE, **more}), (0, 2), passes=1)
