@@ -77,7 +77,9 @@ def test_batches_are_those_of_torch(dataset: Any, backends: list[str | None]) ->
         assert flat(list(loader)) == expected, backend
 
 
-@pytest.mark.parametrize("backend", ["threads", "spawn", "shared-memory"])
+@pytest.mark.parametrize(
+    "backend", ["threads", pytest.param("spawn", marks=shown_by_forks), "shared-memory"]
+)
 def test_a_pipeline_mixes_backends_and_takes_functions_made_on_the_spot(backend: str) -> None:
     offset = 10
     pipe = Pipeline.from_iterable(range(12)).map(
@@ -139,10 +141,10 @@ HANGS = f"(?s)has been at 3 for.*The thread that does the tasks.*{AT}"
 @pytest.mark.parametrize(
     ("backend", "how", "error", "words"),
     [
-        ("spawn", "exit", WorkerDied, "exited with code 3"),
-        ("shared-memory", "kill", WorkerDied, KILLED),
+        pytest.param("spawn", "exit", WorkerDied, "exited with code 3", marks=shown_by_forks),
+        pytest.param("shared-memory", "kill", WorkerDied, KILLED, marks=shown_by_forks),
         ("spawn", "crash", WorkerDied, f"(?s){CRASHED}.*The thread that crashed.*{AT}"),
-        ("shared-memory", "hang", TaskTimeout, HANGS),
+        pytest.param("shared-memory", "hang", TaskTimeout, HANGS, marks=shown_by_forks),
     ],
 )
 def test_a_worker_that_ends_or_hangs_is_named_or_restarted(
@@ -263,7 +265,7 @@ print(*program.communicate(), program.returncode, psutil.wait_procs(workers, 20)
 
 @pytest.mark.parametrize(
     "backend",
-    [pytest.param("threads", marks=shown_by_forks), "spawn"],
+    [pytest.param(name, marks=shown_by_forks) for name in ("threads", "spawn")],
 )
 def test_ctrl_c_interrupts_the_program_alone_and_leaves_no_worker(
     backend: str, tmp_path: Path

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from support.platforms import DEADLINE, posix
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, WorkerDied, WorkerTimeout
-from hybridloader.errors import IteratorClosed, TaskTimeout
+from hybridloader.errors import IteratorClosed
 from hybridloader.testing import Gate
 
 WAITING = ["threads", "fork"]
@@ -236,23 +235,3 @@ def test_a_late_batch_is_named_and_can_still_be_waited_for(backend: str, tmp_pat
 def test_a_caller_that_does_the_work_never_times_out() -> None:
     # A timeout that any sample takes longer than.
     assert list(load(Samples(lambda index: index, 2), "inline", timeout=1e-9)) == [[0], [1]]
-
-
-@posix
-def test_of_a_worker_that_hangs_the_users_threads_are_shown_and_ours_are_not() -> None:
-    done = threading.Event()
-
-    def the_users_thread() -> None:
-        done.wait()
-
-    def hang(index: int) -> None:
-        threading.Thread(target=the_users_thread, daemon=True).start()
-        done.wait()
-
-    with pytest.raises(TaskTimeout) as raised:
-        list(load(Samples(hang, 2), "fork", task_timeout=1.0))
-    report = str(raised.value)
-    assert report.index("in hang") < report.index("Another thread")
-    assert "in the_users_thread" in report
-    assert "_watch" not in report
-    assert "_bootstrap" not in report

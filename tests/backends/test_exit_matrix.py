@@ -1,7 +1,7 @@
 """However, wherever and whenever a program ends: its workers are gone, quickly and without a word.
 
 Causes by backends by ways to use them, each trial in a separate process (see `exit_trial`). A part of
-the matrix is run each time; there every cause meets forked workers, and half of them meet other
+the matrix is run each time; there every cause meets forked workers, and some of them meet other
 processes or workers of this process. The rest is marked `full`.
 """
 
@@ -37,14 +37,10 @@ CODES = {
 OTHER = {
     "exhaust": "threads",
     "raise": "spawn",
-    "in-a-class": "inline",
-    "sys.exit": "shared-memory",
-    "SIGINT": "threads",
-    "SIGKILL": "fresh",
-    "two-iterators": "shared-memory",
+    "SIGINT": "inline",
+    "SIGKILL": "shared-memory",
     "from-a-daemon-thread": "threads",
-    "forks-in-the-loop": "inline",
-    "in-a-spawned-process": "spawn",
+    "in-a-spawned-process": "fresh",
 }
 """The workers, besides forked ones, that a cause meets each time."""
 

@@ -53,7 +53,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["fork", "spawn"])
+@pytest.mark.parametrize("backend", [pytest.param("fork", marks=pytest.mark.full), "spawn"])
 @pytest.mark.parametrize(
     "ending",
     ["SIGINT", *(pytest.param(name, marks=pytest.mark.full) for name in ("SIGTERM", "SIGKILL"))],

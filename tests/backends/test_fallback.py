@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import threading
 import warnings
-from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import pytest
@@ -128,15 +127,6 @@ def test_a_fork_beside_other_threads_is_warned_of_once(backend: Any) -> None:
     for part in (backend.name, "the user's reader", "spawn", "before these threads start"):
         assert part in str(warning.message)
     assert warning.filename == __file__
-
-
-@needs_fork
-def test_many_threads_are_counted_and_four_of_them_named() -> None:
-    with ExitStack() as running:
-        for name in ("one", "two", "three", "four", "five", "six"):
-            running.enter_context(Running(name))
-        with pytest.warns(UserWarning, match=r"\(one, two, three, four and 2 more\)"):
-            Fork().check()
 
 
 @needs_fork

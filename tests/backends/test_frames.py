@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from support.comparison import same
-from support.packed_values import encoded_message, through_slots
-from support.slot_pairs import writer_and_reader
+from support.packed_values import encoded_message
 
 from hybridloader._support.user_objects import Failure
 from hybridloader.backends.process import frames
@@ -265,34 +260,6 @@ def test_a_value_that_is_cut_off_is_damaged(value: Any, data: st.DataObject) -> 
         unpack(header[: data.draw(st.integers(0, len(header) - 1))], [])
 
 
-def test_a_large_header_goes_through_a_slot_and_so_not_through_the_stream() -> None:
-    for make in (bytes, lambda n: "ç" * n):
-        value: Any = {"text": make(1_000_000), "x": torch.ones(100_000)}
-        writer, reader = writer_and_reader()
-        parts, fds = encode_event(Done(0, 0, Pickled(value)), (), writer)
-        assert sum(memoryview(part).nbytes for part in parts) < 2000
-        for fd in fds:
-            os.close(fd)
-        back = through_slots(value, (writer, reader))
-        assert back["text"] == value["text"]
-        assert type(back["text"]) is type(value["text"])
-        assert torch.equal(back["x"], value["x"])
-
-
-_ALLOWED: set[str] | None = None
-
-
-@contextmanager
-def only(*names: str) -> Iterator[None]:
-    """Pickles may name no classes but these."""
-    global _ALLOWED
-    _ALLOWED = set(names)
-    try:
-        yield
-    finally:
-        _ALLOWED = None
-
-
 MESSAGES: list[list[bytes]] = [
     [bytes(part) for part in encoded_message(message, [1, 2])]
     for message in (Task(5, [1, 2, 3]), Task(6, "name"), Task(7, (1, 2)), Begin(2), Stop())
@@ -309,10 +276,9 @@ def test_a_damaged_message_is_an_error_of_ours_or_a_message(
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     damaged = damaged[: data.draw(st.integers(1, len(damaged)))]
     assume(b"r" not in damaged.replace(b"hybridloader", b"").replace(b"_reconstruct", b""))
-    with only("Begin", "Stop", "Task", "_reconstruct", "object"):
-        try:
-            message, returned = decode_message([memoryview(damaged), *map(memoryview, parts[1:])])
-        except (DamagedMessage, Unreadable):
-            return
+    try:
+        message, returned = decode_message([memoryview(damaged), *map(memoryview, parts[1:])])
+    except (DamagedMessage, Unreadable):
+        return
     assert isinstance(message, (Task, Begin, Stop))
     assert all(type(number) is int for number in returned)

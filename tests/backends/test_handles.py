@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import bare_platform
 from support.crew_driver import CrewDriver, echo
 from support.failing_datasets import Samples, load, start
 from support.forking import in_a_fork
@@ -161,21 +160,6 @@ def test_children_that_nobody_waits_for_are_children_like_others(
     assert capfd.readouterr().err == ""
 
 
-def end_at_once(index: int) -> int:
-    os._exit(3)
-
-
-@needs_pidfd
-def test_of_a_worker_that_somebody_else_has_waited_for_no_exit_code_is_claimed() -> None:
-    iterator = start(load(Samples(end_at_once), "fork"))
-    worker = iterator._workers[0]
-    os.waitpid(worker.pid or 0, 0)
-    with pytest.raises(
-        WorkerDied, match=r"unexpectedly\. .*code is not known, because .*other code"
-    ):
-        list(iterator)
-
-
 @needs_pidfd
 def test_no_signal_goes_to_the_number_of_a_worker_that_somebody_else_has_waited_for(
     monkeypatch: pytest.MonkeyPatch,
@@ -265,7 +249,7 @@ def test_what_was_made_for_a_process_that_can_not_be_started_is_closed(
 
 LEAVING = [
     pytest.param(Fork(), id="fork"),
-    pytest.param(Spawn(), id="spawn"),
+    pytest.param(Spawn(), id="spawn", marks=pytest.mark.full),
     pytest.param(Threads(), id="threads"),
 ]
 
@@ -281,11 +265,3 @@ def test_workers_that_are_told_to_leave_are_gone_without_a_close(backend: Any) -
         crew.raw.leave()
         crew.send(2)  # to nobody
         crew.raw.wake()
-
-
-def test_without_sockets_workers_leave_as_well(tmp_path: Path) -> None:
-    with bare_platform.lacking("without sockets", tmp_path), CrewDriver(Spawn(), echo) as crew:
-        assert crew.call(1) == 1
-        crew.raw.leave()
-        crew.raw.handles()[0].join(DEADLINE)
-        assert not crew.raw.handles()[0].is_alive()

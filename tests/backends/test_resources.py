@@ -97,7 +97,7 @@ def epochs_of_a_pipeline(backend: str) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("epochs", "backend"),
     [
-        (epochs_of_a_loader, "inline"),
+        pytest.param(epochs_of_a_loader, "inline", marks=pytest.mark.full),
         (epochs_of_a_loader, "threads"),
         (epochs_of_a_loader, "fork"),
         (epochs_of_a_pipeline, "fork"),

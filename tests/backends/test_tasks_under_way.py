@@ -100,14 +100,6 @@ def test_an_error_of_a_batch_behind_a_stuck_one_comes_in_its_place(
     assert list(iterator) == [[9, 10, 11]]
 
 
-@pytest.mark.parametrize("backend", ["threads", "fork"])
-def test_a_sample_that_ends_its_worker_ends_it(backend: str, tmp_path: Path) -> None:
-    dataset = Numbers(tmp_path, set())
-    iterator = warmed(loader(dataset, backend, [0, 1, 2, 3, 17, 4]))
-    with pytest.raises(WorkerDied, match=r"SystemExit|exit"):
-        list(iterator)
-
-
 def test_a_worker_that_is_killed_was_at_its_oldest_task(tmp_path: Path) -> None:
     dataset = Numbers(tmp_path, {1}, {4})
     iterator = warmed(loader(dataset, "fork"))

@@ -49,9 +49,7 @@ FLAGS = pytest.param(
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "batch_size"), [("numbers", None), ("arrays", None), ("arrays", 3), FLAGS]
-)
+@pytest.mark.parametrize(("name", "batch_size"), [("numbers", None), ("arrays", 3), FLAGS])
 def test_plain_samples_arrive_as_what_torch_makes_of_them(
     plain: Any, name: str, batch_size: int | None
 ) -> None:

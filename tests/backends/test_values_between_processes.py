@@ -172,7 +172,7 @@ class Mine:
         self.x = x
 
 
-@pytest.mark.parametrize("other", [Fork(), Spawn()], ids=repr)
+@pytest.mark.parametrize("other", [Fork(), pytest.param(Spawn(), marks=FRESH)], ids=repr)
 def test_functions_and_classes_made_on_the_spot_are_the_callers_own_again(
     other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,7 +147,7 @@ def interrupted(*_: Any) -> None:
     [
         ("spawn", Loading(interrupted), None, "was not forked by .*, which "),
         ("spawn", Samples(int), interrupted, ""),
-        (Spawn(preload=False), Loading(interrupted), None, ""),
+        pytest.param(Spawn(preload=False), Loading(interrupted), None, "", marks=pytest.mark.full),
         ("fork", Samples(int), interrupted, ""),
     ],
     ids=["loading zygote", "forked worker", "fresh worker", "fork"],
@@ -167,7 +167,7 @@ def test_an_exception_that_ends_a_worker_is_named_first_with_its_traceback(
     ("backend", "forked"),
     [
         ("spawn", "was not forked by .*, which "),
-        (SharedMemory("spawn"), ""),
+        pytest.param(SharedMemory("spawn"), "", marks=pytest.mark.full),
     ],
     ids=["zygote", "multiprocessing"],
 )
@@ -305,7 +305,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize(
     ("what", "kind"),
     [
-        *((what, "spawn") for what in [*REFUSED][:-1]),
+        ("thread", "spawn"),
+        ("file", "spawn"),
+        *(
+            pytest.param(what, "spawn", marks=pytest.mark.full)
+            for what in ("native thread", "locked")
+        ),
         pytest.param("pipe", "shared-memory-forkserver", marks=pytest.mark.full),
     ],
 )

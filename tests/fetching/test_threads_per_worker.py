@@ -263,25 +263,6 @@ def test_threads_hold_nothing_of_the_batches_before(backend: str, workers: int) 
     assert [ref() for ref in refs] == [None] * 3
 
 
-def test_the_threads_of_a_worker_without_torch_do_without() -> None:
-    names: dict[str, Any] = {"__name__": "__main__", "LONG": LONG}
-    exec(
-        "import sys, threading\n"
-        "class Plain:\n"
-        "    def __len__(self): return 4\n"
-        "    def __getitem__(self, index):\n"
-        "        import hybridloader\n"
-        "        meeting = vars(hybridloader).setdefault('_meeting', threading.Barrier(4))\n"
-        "        meeting.wait(LONG)\n"
-        "        return 'torch' in sys.modules, hybridloader.get_worker_info().id\n",
-        names,
-    )
-    loader = DataLoader(names["Plain"](), 4, num_workers=1, backend="spawn", threads_per_worker=4)
-    ((imported, ids),) = loader
-    assert imported.tolist() == [False] * 4
-    assert ids.tolist() == [0] * 4
-
-
 # -- threads that can't be had, forks, and exits ----------------------------------------------------
 
 

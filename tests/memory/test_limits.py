@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import bare_platform
 from support.platforms import posix
 from torch.utils.data import Dataset
 
@@ -234,13 +233,6 @@ def test_who_keeps_all_batches_gets_them_all_right_and_one_warning_for_each_iter
         assert "Memory(limit=...)" in told[0]
 
 
-@pytest.mark.parametrize(("backend", "workers"), backends(8_000_000, "threads", "fork"))
-def test_who_keeps_nothing_gets_no_warning(backend: Any, workers: int) -> None:
-    sizes = [150] * 24
-    loader = DataLoader(Sized(sizes), 2, num_workers=workers, prefetch_factor=None, backend=backend)
-    assert run(loader, keep=False, sizes=sizes) == []
-
-
 @pytest.mark.parametrize(("backend", "workers"), backends(1, "caller", "threads", "fork"))
 def test_a_batch_larger_than_the_limit_arrives_with_one_warning(backend: Any, workers: int) -> None:
     sizes = [300] * 12
@@ -257,15 +249,6 @@ def test_samples_whose_sizes_change_from_batch_to_batch_arrive_right(
     sizes = [1, 700, 3, 290, 0, 2000, 31, 33, 260, 5, 900, 1, 4000, 64, 2, 1500, 300, 8]
     loader = DataLoader(Sized(sizes), 1, num_workers=workers, backend=backend)
     assert run(loader, keep=False, sizes=sizes) == []
-
-
-def test_without_descriptors_to_send_fresh_processes_use_named_slots(
-    tmp_path: Path,
-) -> None:
-    sizes = [200] * 12
-    loader = DataLoader(Sized(sizes), 2, num_workers=1, backend="spawn")
-    with bare_platform.lacking("without sockets", tmp_path):
-        assert run(loader, keep=True, sizes=sizes) == []
 
 
 def test_a_warning_that_is_an_error_loses_no_batch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import numpy as np
@@ -54,15 +55,6 @@ def test_a_slot_is_used_again_once_the_last_view_of_it_has_died_and_not_before(
     assert len(pair.numbers) == 2
 
 
-def test_a_batch_that_is_never_opened_gives_its_slots_back() -> None:
-    pair = Pair()
-    for _ in range(10):
-        slot_map, _ = pair.send(bytes(OWN), bytes(OWN), bytes(50_000))
-        assert len({*slots_of(slot_map)}) == 3
-        pair.reader.give_back(slot_map)
-    assert len(pair.numbers) == 3
-
-
 def test_read_only_and_empty_buffers_are_copied_or_need_nothing() -> None:
     pair = Pair()
     array = pair.empty(300_000)
@@ -74,6 +66,25 @@ def test_read_only_and_empty_buffers_are_copied_or_need_nothing() -> None:
     slot_map, buffers = pair.pass_on(b"", b"abc", b"")
     assert [bytes(b) for b in buffers] == [b"", b"abc", b""]
     pair.writer.close()  # slot 0 was never announced
+
+
+def test_a_batch_may_die_on_a_thread_that_holds_the_lock_of_the_slots() -> None:
+    """A finalizer runs wherever Python collects garbage."""
+    private = slots.PrivateSlots(1 << 30)
+    cycle: list[Any] = [private.empty(OWN)]
+    cycle.append(cycle)
+    del cycle
+
+    def collect() -> None:
+        with private.pool.taking:
+            gc.collect()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert private.empty(OWN) is not None
+    assert private.pool.size == OWN, "the slot was used again"
 
 
 # -- how much --------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from support.packed_values import (
     DTYPES,
     FEW,
     IN_BAND,
-    MOST,
     OWN,
     SMALL,
     WAYS,
@@ -139,15 +138,6 @@ def test_nests_of_anything_come_back_equal_whichever_way(values: list[Any]) -> N
     pair[0].close()
 
 
-def test_ragged_tensors_come_back_in_their_order() -> None:
-    lengths = [*range(1, 51), 511, 512, 513, 1, 512, *range(50, 0, -1)] * 3
-    sent = [[torch.arange(i * 1000, i * 1000 + n) for i, n in enumerate(lengths)]]
-    sent.append([torch.full((n, 2), i) for i, n in enumerate(lengths[:70])])
-    same_values(sent, behind(sent))
-    _, buffers = pack(sent)
-    assert len(buffers) <= 3
-
-
 def test_rows_of_one_table_arrive_as_rows_of_it_where_they_touch() -> None:
     table = torch.arange(400.0).view(100, 4)
     rows = [table[i] for i in [*range(20, 80), 5, 90]]
@@ -177,11 +167,6 @@ def test_tensors_that_only_look_like_others_of_their_block_are_sent_alone(odd: s
     assert back[32][0] == -1 == back[0][0]
     if odd == "sparse":
         assert back[30].to_dense().tolist() == [0, 7]
-
-
-def test_further_kinds_than_there_are_blocks_for_arrive_too() -> None:
-    sent = [torch.full((2, 1 + i), i) for i in range(3 * MOST)] * 2
-    same_values(sent, behind([tensor.clone() for tensor in sent]))
 
 
 def test_numbers_that_are_to_arrive_as_tensors_go_into_blocks_without_torch() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import multiprocessing
 import operator
 import os
 import pickle
@@ -74,27 +73,6 @@ def test_reading_imports_neither_torch_nor_numpy(memory: str) -> None:
     assert output(make + heavy) == "[]"
 
 
-def spawned(shared: Any, answers: Any) -> None:
-    answers.send((shared[1], shared))
-    answers.recv()  # until the parent has read what was sent
-
-
-def test_spawned_processes_read_it_and_send_it_back(memory: str) -> None:
-    context = multiprocessing.get_context("spawn")
-    shared = SharedList(["a", "b", "c"])
-    here, there = context.Pipe()
-    child = context.Process(target=spawned, args=(shared, there))
-    child.start()
-    element, back = here.recv()
-    assert element == "b"
-    assert back._buffer is shared._buffer
-    here.send(None)
-    child.join()
-    assert child.exitcode == 0
-    for each in (child, here, there):
-        each.close()
-
-
 @pytest.fixture(scope="module")
 def tracker() -> None:
     """Start the trackers of multiprocessing and loky: loky does so if none runs, and pipes stay open."""
@@ -122,19 +100,6 @@ def test_loky_reads_it(memory: str) -> None:
         assert pool.submit(operator.getitem, mapping, "k").result() == [1]
         # cloudpickle, by value
         assert pool.submit(lambda: [x + "!" for x in shared[::-1]]).result() == ["b!", "a!"]
-
-
-def test_torchs_own_loader_takes_it(memory: str) -> None:
-    import torch
-
-    dataset: Any = SharedList(f"p{i}" for i in range(6))
-    loader: Any = torch.utils.data.DataLoader(
-        dataset, 3, num_workers=1, multiprocessing_context="fork", collate_fn=list
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        batches = list(loader)
-    assert batches == [["p0", "p1", "p2"], ["p3", "p4", "p5"]]
 
 
 def test_a_forked_child_reads_and_pickles_it_and_takes_nothing_along(memory: str) -> None:
