@@ -130,7 +130,7 @@ def measured(name: str, loader: str, monkeypatch: pytest.MonkeyPatch, **more: An
 def test_loaders_deliver_the_batches_of_torchs(
     name: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = [one for one in CASES[name].loaders if page.is_ours(one)]
+    ours = [one for one in CASES[name].loaders if page.is_ours(one)][:2]
     found = [measured(name, one, monkeypatch, **more) for one in ("torch", *ours)]
     for answers in found:
         assert isinstance(answers[1]["value"], float)  # of two epochs: on a busy machine any

@@ -137,6 +137,16 @@ def test_arrays_outlive_the_pass_and_the_file_which_only_this_user_may_read(file
     assert item.sum() == 100_000 * 99_999 // 2
 
 
+def test_a_path_may_be_relative_and_a_text_but_its_folder_must_be_there(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    drain(Kept("cache").begin(1))
+    assert drain(Kept(str(file)).again()) == [1]
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere.* make it first"):
+        Kept(file.parent / "nowhere" / "cache").begin(1)
+
+
 def test_an_item_that_cannot_be_pickled_is_an_error_and_nothing_is_kept(file: Path) -> None:
     found = Kept(file).begin(1, threading.Lock(), 2)
     with pytest.warns(UserWarning, match=r"\(1 here\)"):
@@ -189,6 +199,29 @@ def test_any_failure_to_write_is_told_once_and_costs_only_the_cache(
     monkeypatch.undo()
     same(found, items)
     assert len(told) == 1
+    assert os.listdir(file.parent) == []
+
+
+def test_writes_may_be_partial(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    monkeypatch.setattr(
+        "hybridloader.pipeline.cache.os.write",
+        lambda fd, view: real(fd, view[:1000]),
+    )
+    item = np.arange(30_000)
+    drain(Kept(file).begin(item, "b"))
+    monkeypatch.undo()
+    same(drain(Kept(file).again()), [item, "b"])
+
+
+def test_an_interrupt_while_writing_leaves_nothing(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Kept(file).begin(LARGE, 2)
+    monkeypatch.setattr("hybridloader.pipeline.cache._write", failing(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        next(found)
+    monkeypatch.undo()
     assert os.listdir(file.parent) == []
 
 

@@ -33,6 +33,14 @@ def written(file: Path, fingerprint: str = "of this") -> bytes:
     return file.read_bytes()
 
 
+def test_a_file_of_another_format_is_refused(file: Path) -> None:
+    whole = bytearray(written(file))
+    whole[8] ^= 1
+    file.write_bytes(whole)
+    with pytest.raises(CacheError, match="of format 2, and this release reads format 3; delete it"):
+        Kept(file, "of this").begin()
+
+
 def test_a_foreign_file_is_refused_and_left_as_it_is(file: Path) -> None:
     for content in (b"", b"x", b"not a cache " * 100):
         file.write_bytes(content)

@@ -90,6 +90,23 @@ def test_threads_of_a_process_may_share_one_until_the_last_worker_ends(tmp_path:
     assert closed == [*used] == notes(path)["open"]
 
 
+def test_the_threads_of_a_worker_have_one_each(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    data = Asking(path)  # kept: else the handles of threads that are ending would go with it
+    loader: Any = DataLoader(
+        data, 12, num_workers=1, backend="threads", threads_per_worker=3, collate_fn=list
+    )
+    with iter(loader) as batches:
+        batch = next(batches)
+        helpers = [thread for thread in threading.enumerate() if "fanout" in thread.name]
+    assert {*notes(path)["open"]} == {*batch}
+    del loader, batches
+    gc.collect()
+    for thread in helpers:
+        thread.join()
+    assert sorted(notes(path)["close"]) == sorted(notes(path)["open"])
+
+
 def test_outside_of_workers_it_stays_open_until_it_is_closed_or_gone(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     handle = PerWorker(partial(Handle, str(path)))
