@@ -74,6 +74,12 @@ def test_readers_that_fail_and_go_on_keep_their_rows() -> None:
         assert found == [*items((0, 0), (0, 1)), *errors, *items((2, 4), (2, 5))]
 
 
+def test_what_a_joined_pipeline_leaves_out_keeps_its_row() -> None:
+    for place in ({}, THREADS):
+        inner = numbers(3).map(fails_at(1), on_error="skip", **place).concat(numbers(2))
+        assert list(inner.zip(numbers(5))) == [(0, 0), (2, 2), (0, 3), (1, 4)]
+
+
 @pytest.mark.parametrize("place", [{}, {"backend": "inline"}, THREADS], ids=str)
 def test_a_budget_that_runs_out_shifts_no_row(place: dict[str, Any]) -> None:
     def row_or_error(run: Iterator[Any]) -> Any:
@@ -225,3 +231,27 @@ def test_closing_closes_what_was_opened_although_closing_one_fails(how: str) -> 
     next(found)
     found.close()
     assert [source.closed for source in opened] == ([1, 0, 0] if how == "concat" else [1, 1, 1])
+
+
+class SetUpOnce:
+    """A function that the first worker alone can set up."""
+
+    def __init__(self) -> None:
+        self.setups: list[int] = []
+
+    def setup(self) -> None:
+        self.setups.append(0)
+        if len(self.setups) > 1:
+            raise ValueError("no second")
+
+    def __call__(self, item: int) -> int:
+        return item
+
+
+def test_every_item_of_a_worker_that_can_not_be_set_up_fails_in_its_place() -> None:
+    numbers = Pipeline.from_dataset(range(1500))
+    found = events(iter(numbers.map(SetUpOnce(), **THREADS).zip(numbers)), most=5000)
+    assert len(found) == 1500
+    items = [item for kind, item in found if kind == "item"]
+    assert items
+    assert all(one == other for one, other in items)
