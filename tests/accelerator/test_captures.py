@@ -1,8 +1,7 @@
-"""CUDA graphs that are captured while the loader's threads pin, lock pages and query events."""
+"""CUDA graphs that are captured while the loader's threads pin memory and query events."""
 
 from __future__ import annotations
 
-import pytest
 from support.device_loaders import only_cuda, run
 
 pytestmark = only_cuda
@@ -16,7 +15,7 @@ static = torch.ones(8, SIZE, dtype=torch.uint8, device=KIND)
 out = torch.zeros(8, SIZE, dtype=torch.int16, device=KIND)
 out.copy_(static).mul_(3)  # loads the kernels
 
-def captured(mode, busy):
+def captured(busy, mode="thread_local"):
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, capture_error_mode=mode):
@@ -27,22 +26,11 @@ def captured(mode, busy):
 """
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "thread_local",
-        "relaxed",
-        pytest.param(
-            "global",
-            marks=pytest.mark.xfail(strict=False, reason="another thread pins memory"),
-        ),
-    ],
-)
-def test_a_loop_captures_while_another_one_takes_batches(mode: str) -> None:
+def test_a_loop_captures_while_another_one_takes_batches() -> None:
     """The captures last until the other loop has taken ten batches: with pins, marks and copies."""
     run(
         CAPTURING
-        + f"""
+        + """
 failed, taken, stop = [], [], threading.Event()
 
 def train():
@@ -60,7 +48,7 @@ def train():
         failed.append(error)
 
 right = wanted(160)
-captured("thread_local", lambda: False)  # kernels are loaded before
+captured(lambda: False)  # kernels are loaded before
 thread = threading.Thread(target=train)
 thread.start()
 try:
@@ -68,7 +56,7 @@ try:
         torch.cuda.synchronize()
     for _ in range(3):
         most = len(taken) + 10
-        graph = captured({mode!r}, lambda: len(taken) < most and not failed)
+        graph = captured(lambda: len(taken) < most and not failed)
         graph.replay()
         torch.cuda.synchronize()
         assert (out == 3).all()
@@ -80,16 +68,15 @@ assert not failed, failed
     )
 
 
-@pytest.mark.parametrize("mode", ["thread_local", "relaxed"])
-def test_a_loop_captures_between_two_of_its_batches(mode: str) -> None:
+def test_a_loop_captures_between_two_of_its_batches() -> None:
     run(
         CAPTURING
-        + f"""
+        + """
 found = []
 for number, batch in enumerate(loader_of(320, BACKENDS["threads"], device=KIND)):
     if number in (0, 9, 30):
         left = iter(range(200))  # the copying thread pins and copies the next batches meanwhile
-        graph = captured({mode!r}, lambda: next(left, None) is not None)
+        graph = captured(lambda: next(left, None) is not None)
     static.copy_(batch)
     del batch
     graph.replay()
@@ -103,7 +90,7 @@ def test_a_graph_from_before_the_first_batch_is_fed_by_the_loader() -> None:
     run(
         CAPTURING
         + """
-graph, found = captured("global", lambda: False), []
+graph, found = captured(lambda: False, "global"), []
 for batch in loader_of(320, BACKENDS["threads"], device=KIND):
     static.copy_(batch)
     del batch
@@ -121,7 +108,7 @@ def test_a_batch_within_a_capture_is_refused_in_our_words() -> None:
 iterator = iter(loader_of(160, BACKENDS["threads"], device=KIND))
 first = digest(next(iterator))
 try:
-    captured("thread_local", lambda: next(iterator) is not None)
+    captured(lambda: next(iterator) is not None)
 except RuntimeError as error:
     assert "take batches outside the capture" in str(error), error
 else:

@@ -111,21 +111,3 @@ def test_an_assertion_of_a_kernel_is_raised_and_the_process_ends() -> None:
         """,
         ignored=True,  # the driver prints each thread that failed
     )
-
-
-@only_cuda
-def test_under_a_limit_of_locked_memory_batches_come_all_the_same() -> None:
-    """The driver may ignore the limit: then there is nothing to warn of."""
-    run(
-        """
-        import resource, warnings
-
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            found = [digest(batch) for batch in loader_of(160, "threads", device=KIND)]
-        assert torch.equal(torch.cat(found).cpu(), wanted(160))
-        texts = [str(warning.message) for warning in caught]
-        assert all("ulimit -l" in text for text in texts), texts
-        """
-    )

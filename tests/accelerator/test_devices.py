@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.device_loaders import LIMIT, loader_of, on_backends, only_cuda, queueing, run
+from support.device_loaders import loader_of, on_backends, queueing
 from support.digested_batches import BATCHES, KIND, Noise, busy, digest, wanted, with_digest
 from support.fake_accelerator import TorchAccelerator, current, find
 from support.installed_torch import device_in_use
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from hybridloader import DataLoader, Memory, Pipeline, SharedMemory, Transfer
+from hybridloader import DataLoader, Pipeline, SharedMemory, Transfer
 from hybridloader.errors import BackendUnavailable
 
 # -- pinned ----------------------------------------------------------------------------------------
@@ -190,23 +190,6 @@ def test_pinned_batches_copied_by_the_user_and_let_go_at_once(backend: Any) -> N
     assert torch.equal(torch.cat(sums)[:800], wanted(800))
 
 
-def test_a_pipeline_moves_batches_under_pressure() -> None:
-    memory, samples = Memory(limit=LIMIT), 8 * BATCHES // 5
-    pipe = (
-        Pipeline.from_dataset(Noise(samples), backend="threads", num_workers=2)
-        .batch(8, collate_fn=None, memory=memory)
-        .to(KIND, batches_ahead=3)
-    )
-    found = []
-    for number, batch in enumerate(pipe):
-        if number % 40 == 0:
-            busy(0.005)
-        found.append(digest(batch))
-        del batch
-    assert torch.equal(torch.cat(found)[:800].cpu(), wanted(min(800, samples)))
-    assert len(torch.cat(found)) == samples
-
-
 def test_a_loop_that_only_queues_work_has_six_batches_on_the_device() -> None:
     """`batches_ahead + 4`, as docs/devices.md promises: two of them wait or are being copied."""
     queueing()
@@ -235,26 +218,6 @@ def test_the_stream_of_the_copies_may_be_the_users_too() -> None:
         found = [digest(batch) for batch in loader_of(160, "threads", device=KIND)]
     torch.accelerator.synchronize()
     assert torch.equal(torch.cat(found).cpu(), wanted(160))
-
-
-@only_cuda
-def test_a_stream_from_outside_of_torch_may_end_before_the_loader() -> None:
-    run(
-        """
-        import ctypes
-
-        runtime, handle = torch.cuda.cudart(), ctypes.c_uint64()
-        assert int(runtime.cudaStreamCreate(ctypes.addressof(handle))) == 0
-        torch.ones(1, device=KIND)
-        iterator = iter(loader_of(160, "inline", workers=0, device=KIND))
-        with torch.cuda.stream(torch.cuda.ExternalStream(handle.value)):
-            found = [digest(next(iterator))]
-        torch.cuda.synchronize()
-        assert int(runtime.cudaStreamDestroy(handle.value)) == 0
-        found += [digest(batch) for batch in iterator]
-        assert torch.equal(torch.cat(found).cpu(), wanted(160))
-        """
-    )
 
 
 # -- which device, and when ------------------------------------------------------------------------

@@ -5,11 +5,9 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from support.comparison import same
 from support.packed_values import encoded_message
 
 from hybridloader._support.user_objects import Failure
@@ -207,24 +205,6 @@ def test_a_first_part_is_read_as_it_was_written() -> None:
     assert decode_fields([memoryview(encode_fields(*written))]) == written
     plain = frames.FAILED, 0, b"", (), None, None, -1, 0.0, 0
     assert decode_fields([memoryview(encode_fields(*plain))]) == (*plain[:6], None, *plain[7:])
-
-
-def test_every_kind_of_index_reaches_the_worker_with_the_slots_to_use_again() -> None:
-    indices: list[Any] = [3, [1, 2], [], ("tuple", 1), [0, (1, 2)], [1, lambda: 5], None]
-    messages = [Task(9, index) for index in [*indices, np.arange(20_000)]]
-    for sent in [*messages, Stop(), Begin(2, 77, ())]:
-        parts = [memoryview(bytes(part)) for part in encoded_message(sent, [4, 2])]
-        message, returned = decode_message(parts)
-        assert returned == (4, 2)
-        if isinstance(sent, Task):
-            assert isinstance(message, Task)
-            assert message.seq == 9
-            if sent is messages[5]:
-                assert message.index[1]() == 5
-            else:
-                same(sent.index, message.index)
-        else:
-            assert message == sent
 
 
 class Explosive:

@@ -6,7 +6,6 @@ import array
 import errno
 import multiprocessing
 import os
-import pickle
 import socket
 import stat
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ from hybridloader.backends.process.transports import (
 from hybridloader.engine import Exited
 from hybridloader.errors import DamagedMessage, WorkerPicklingError
 from hybridloader.memory import shipping
-from hybridloader.memory.shipping import _Contents, receive, ship
+from hybridloader.memory.shipping import receive, ship
 
 thorough = settings(max_examples=40, deadline=None)
 
@@ -176,19 +175,6 @@ def shipped(share: bool) -> tuple[list[bytearray], list[int]]:
     parts, fds = [bytearray(part) for part in shipment.parts], [os.dup(fd) for fd in shipment.fds]
     shipment.close()
     return parts, fds
-
-
-@thorough
-@given(st.lists(st.tuples(st.integers(), st.integers()), max_size=4), st.integers(0, 3))
-def test_places_that_are_not_in_the_file_are_refused(
-    places: list[tuple[int, int]], descriptors: int
-) -> None:
-    _, fds = shipped(True)
-    with pytest.raises(WorkerPicklingError, match="can't be loaded in this worker process"):
-        receive([memoryview(pickle.dumps(_Contents(places, descriptors)))], fds)
-    for fd in fds:
-        with pytest.raises(OSError):
-            os.fstat(fd)
 
 
 def test_descriptors_that_did_not_arrive_are_told_with_the_limit() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from support.fake_accelerator import BUFFER_BYTES, FakeAccelerator, Mover
-from support.forking import in_a_fork
 from support.pinning_datasets import Rows, first_of, reading
 
 from hybridloader import DataLoader, Pipeline
@@ -122,19 +120,3 @@ def test_the_fake_refuses() -> None:
     device = Apart()
     with pytest.raises(NotImplementedError, match="aten::record_stream"):
         device.keep_for(device.move(torch.ones(1)), device.default)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
-def test_a_fake_that_was_used_is_refused_in_a_fork() -> None:
-    device = FakeAccelerator()
-
-    def unused() -> None:
-        device.enter()
-
-    def used() -> None:
-        with pytest.raises(RuntimeError, match="was in use before this fork"):
-            device.mark(device.default)
-
-    assert in_a_fork(unused) == 0
-    device.enter()
-    assert in_a_fork(used) == 0

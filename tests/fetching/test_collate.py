@@ -138,16 +138,6 @@ class Unwrapped(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class Fussy(torch.Tensor):
-    """Knows nothing of memory that it is given."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.new:
-            raise TypeError("I make no others")
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
 def of_subclasses(index: int) -> Any:
     tagged = square(index).as_subclass(Tagged)
     tagged.label = {"of": [index]}  # type: ignore[attr-defined]
@@ -253,14 +243,6 @@ def test_small_and_odd_tensors_are_left_to_torch(slots: PrivateSlots) -> None:
     assert mixed.dtype is torch.float64
     assert torch.equal(mixed[3], plain_ones[3].double())
     assert type(default_collate([*plain_ones, square(9).as_subclass(Marked)])) is Marked
-
-
-def test_a_subclass_that_refuses_a_slot_is_collated_all_the_same() -> None:
-    for found in ours(lambda index: square(index).as_subclass(Fussy), "threads", 1):
-        assert type(found) is Fussy
-        assert torch.equal(
-            found[0].as_subclass(torch.Tensor) + 3, found[3].as_subclass(torch.Tensor)
-        )
 
 
 def unequal(index: int) -> Any:

@@ -103,8 +103,6 @@ V1 = "12:pids:/job\n4:cpu,memory:/job/step\n3:name=systemd:/job\n"
         pytest.param(
             "0::/docker/f00\n", {"memory.max": "6000\n"}, 6000, id="v2, only the root is mounted"
         ),
-        pytest.param("0::/a\n", {"a/memory.max": "max\n"}, MACHINE, id="v2, max"),
-        pytest.param("0::/a\n", {"b/memory.max": "5000\n"}, MACHINE, id="v2, another's limit"),
         pytest.param(
             "0::/a:b\n",
             {"a:b/memory.max": "5000\n"},
@@ -131,7 +129,6 @@ V1 = "12:pids:/job\n4:cpu,memory:/job/step\n3:name=systemd:/job\n"
             id="both",
         ),
         pytest.param("nonsense\n\n::\n", {"memory.max": "5000\n"}, MACHINE, id="nonsense"),
-        pytest.param("0::/a\n", {"a/memory.max": "\n", "memory.max": "-5\n"}, MACHINE, id="empty"),
     ],
 )
 def test_what_a_process_has_is_the_least_of_the_machine_and_all_its_cgroups(

@@ -189,16 +189,6 @@ def graph(graph: CUDAGraph, capture_error_mode: str = "global") -> Any:
         here.capturing = None
 
 
-class Runtime:
-    """The calls of `torch.cuda.cudart()` that the tests make."""
-
-    def cudaStreamCreate(self, at: int) -> int:
-        return 0
-
-    def cudaStreamDestroy(self, handle: int) -> int:
-        return 0
-
-
 @contextmanager
 def nothing(*_: Any) -> Any:
     yield
@@ -233,9 +223,7 @@ of_accelerator: dict[str, Any] = {
 of_cuda: dict[str, Any] = {
     "CUDAGraph": CUDAGraph,
     "Event": Event,
-    "ExternalStream": lambda handle: Stream(number=handle + 1),
     "Stream": Stream,
-    "cudart": Runtime,
     "current_device": lambda: 0,
     "device": nothing,
     "get_device_name": lambda device=None: "a stub",
