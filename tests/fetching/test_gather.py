@@ -198,7 +198,7 @@ CHANGES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (lambda: Subset(constant(0), range(4)), lambda data: setattr(data, "dataset", constant(1))),
     (
         lambda: Subset(TensorDataset(torch.arange(4)), range(4)),
-        lambda data: data.__init__(data.dataset, [0, 1, 3, 2]),
+        lambda data: setattr(data, "indices", [0, 1, 3, 2]),
     ),
     (stacked, lambda data: data.datasets.update(a=constant(1))),
     (stacked, lambda data: setattr(data.datasets["a"], "tensors", (torch.ones(4),))),

@@ -83,9 +83,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("extra", [0, MEGABYTE])
-@pytest.mark.parametrize(
-    "backend", ["fork", "shared-memory", pytest.param("spawn", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("backend", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_a_result_that_can_not_be_loaded_is_an_error_of_its_batch_alone(
     backend: str, extra: int
 ) -> None:

@@ -16,18 +16,14 @@ from hybridloader.testing import Gate
 if TYPE_CHECKING:
     from hybridloader import DataLoader
 
-PROCESSES = ("fork", "spawn", "shared-memory")
-WAITING = ("threads", "fork", "shared-memory")
-"""Backends whose workers work while the caller waits."""
-
-ALL = ("inline", *WAITING)
-"""Without `spawn`, whose workers take seconds to start: from there on they run the very same code. What
-is sent to them when they start is tested where it is sent."""
+ALL = ("inline", "threads", "fork")
+"""Without `spawn`, whose workers take seconds to start, and `shared-memory`, which starts one of these
+two: from there on they run the very same code. What is sent to them is tested where it is sent."""
 
 MEGABYTE = 1 << 20
 
 every_backend = pytest.mark.parametrize("backend", ALL)
-every_process = pytest.mark.parametrize("backend", PROCESSES)
+every_process = pytest.mark.parametrize("backend", ["fork", "spawn"])
 
 
 class Samples:
