@@ -1,4 +1,4 @@
-"""The command for a device, without one: its clock, its processes, and all of its lines on a stub."""
+"""The command for a device, without one: its processes, and all of its lines on a stub."""
 
 from __future__ import annotations
 
@@ -8,89 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from benchmarks.device import __main__ as command
-from benchmarks.device import steps
 from benchmarks.device.record import KEPT, Line, passage, read, table, written
 
 ROOT = Path(__file__).parents[2]
 STUB = ROOT / "tests" / "support" / "stub_cuda"
-COPY, PRODUCT = 0.010, 0.001
-
-
-# -- steps -------------------------------------------------------------------------------------------
-
-
-class Clock:
-    """Goes on by a microsecond whenever it is read, and by more on demand."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1e-6
-        return self.now
-
-
-class Point:
-    def __init__(self, clock: Clock, at: float) -> None:
-        self.clock, self.at = clock, at
-
-    def query(self) -> bool:
-        return self.clock() >= self.at
-
-    def synchronize(self) -> None:
-        self.clock.now = max(self.clock.now, self.at)
-
-
-class Device:
-    """Does one thing after the other; a copy on its own stream takes no time of the others'."""
-
-    def __init__(self) -> None:
-        self.clock = Clock()
-        self.busy = 0.0  # until when
-        self.copying = 0.0
-        self.ready: list[float] = []  # when each batch is there
-        self.used: list[Any] = []
-
-    def synchronize(self) -> None:
-        self.clock.now = max(self.clock.now, self.busy, self.copying)
-
-    def step(self, batch: Any, products: int) -> Point:
-        self.used.append(batch)
-        there = 0.0 if batch is None else self.ready[batch]
-        self.busy = max(self.busy, self.clock.now, there) + products * PRODUCT
-        return Point(self.clock, self.busy)
-
-    def batches(self, *, beside: bool) -> Iterator[int]:
-        """Copied on the stream of the steps, or beside and two ahead."""
-        for number in range(10_000):
-            while beside and len(self.ready) <= number + 2:
-                self.copying = max(self.copying, self.clock.now) + COPY
-                self.ready.append(self.copying)
-            if not beside:
-                self.busy = max(self.busy, self.clock.now) + COPY
-                self.ready.append(self.busy)
-            yield number
-
-
-@pytest.mark.parametrize(("beside", "step"), [(True, 0.0), (False, COPY)])
-def test_a_batch_takes_as_long_as_its_copy_and_a_step_may_hide_it(
-    beside: bool, step: float
-) -> None:
-    device = Device()
-    batches = device.batches(beside=beside)
-    assert steps.each(batches, device, 1.0, device.clock) == pytest.approx(COPY, rel=0.05)
-    seconds, _, _ = steps.stepping(batches, device, 15, 40, device.clock)
-    assert seconds == pytest.approx(0.015 + step, rel=0.05)
-    taken = [batch for batch in device.used if batch is not None]
-    assert taken == list(range(len(taken)))
 
 
 # -- results -----------------------------------------------------------------------------------------

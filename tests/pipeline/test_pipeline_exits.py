@@ -188,23 +188,17 @@ def run_script(tmp_path: Path, *words: str) -> tuple[int, list[str], str]:
 
 @needs_fork
 @pytest.mark.parametrize(
-    ("trial", "expected"),
+    ("trial", "code", "printed", "last"),
     [
-        (("fork", "stuck", "fall off the end"), []),
-        (("fork", "stuck", "interrupt"), ["interrupted", "closed"]),
-        (("shared-memory", "going", "fork"), ["5 True"]),
+        (("fork", "stuck", "interrupt"), 0, ["interrupted", "closed"], []),
+        (("shared-memory", "going", "fork"), 0, ["5 True"], []),
+        (("shared-memory", "stuck", "raise"), 1, [], ["LookupError: the end of the script"]),
     ],
-    ids=lambda found: "-".join(found) or "nothing",
+    ids=["interrupt", "fork", "raise"],
 )
-def test_a_script_may_end_or_be_interrupted_with_a_live_iterator(
-    trial: tuple[str, ...], expected: list[str], tmp_path: Path
+def test_a_script_may_be_left_or_interrupted_with_a_live_iterator(
+    trial: tuple[str, ...], code: int, printed: list[str], last: list[str], tmp_path: Path
 ) -> None:
-    assert run_script(tmp_path, *trial) == (0, expected, "")
-
-
-@needs_fork
-def test_a_script_may_be_left_with_a_live_iterator(tmp_path: Path) -> None:
-    code, _, errors = run_script(tmp_path, "shared-memory", "stuck", "raise")
-    assert code == 1
-    assert errors.count("Traceback") == 1
-    assert errors.splitlines()[-1] == "LookupError: the end of the script"
+    found, lines, errors = run_script(tmp_path, *trial)
+    assert (found, lines, errors.splitlines()[-1:]) == (code, printed, last)
+    assert errors.count("Traceback") == code
