@@ -18,7 +18,7 @@ from support.dying_dataset import LARGE, Dying
 from support.platforms import DEADLINE, FORK, PACKAGE
 from torch.utils.data import Dataset, IterableDataset
 
-from hybridloader import DataLoader, Pipeline, StatefulDataLoader, WorkerDied
+from hybridloader import DataLoader, Pipeline, WorkerDied
 from hybridloader.errors import BackendUnavailable, TaskTimeout
 
 shown_by_forks = pytest.mark.full if FORK else ()
@@ -92,42 +92,6 @@ def test_a_pipeline_mixes_backends_and_takes_functions_made_on_the_spot(backend:
             [*range(14, 18)],
             [*range(18, 22)],
         ]
-
-
-@pytest.mark.parametrize("backend", ["threads", "shared-memory"])
-@pytest.mark.timeout(400)
-def test_workers_are_kept_and_an_epoch_resumes_where_it_was_left(backend: str) -> None:
-    loader = make(StatefulDataLoader, Samples(), backend=backend, persistent_workers=True)
-    list(loader)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    rest = [batch["objects"][0] for batch in iterator]
-    other = make(StatefulDataLoader, Samples(), backend=backend)
-    other.load_state_dict(state)
-    assert [batch["objects"][0] for batch in other] == rest
-
-
-class SharedEpoch(Dataset[Any]):
-    """Samples of an epoch that the program writes into a tensor in shared memory."""
-
-    def __init__(self) -> None:
-        self.epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        return int(self.epoch), index
-
-
-def test_a_tensor_in_shared_memory_is_shared_with_fresh_workers() -> None:
-    dataset = SharedEpoch()
-    options = {"backend": "shared-memory", "persistent_workers": True, "collate_fn": list}
-    loader = make(DataLoader, dataset, **options)
-    for epoch in range(2):
-        dataset.epoch[0] = epoch
-        assert {sample[0] for batch in loader for sample in batch} == {epoch}
 
 
 KILLED = "killed by signal SIGKILL" if FORK else "killed by signal SIGTERM|exited with code"

@@ -136,17 +136,6 @@ def test_our_own_threads_are_not_warned_of() -> None:
         Fork().check()
 
 
-@needs_fork
-@pytest.mark.parametrize(("name", "warned"), [("hybridloader-relay", 0), ("the user's", 1)])
-def test_on_one_of_our_threads_the_main_thread_is_none_to_warn_of(name: str, warned: int) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        thread = threading.Thread(target=Fork().check, name=name)
-        thread.start()
-        thread.join()
-    assert ["MainThread" in str(warning.message) for warning in caught] == [True] * warned
-
-
 @pytest.mark.parametrize(
     "backend",
     ["threads", "spawn", SharedMemory("loky"), None],

@@ -210,27 +210,6 @@ def test_a_process_without_standard_streams_has_workers_all_the_same(
     assert (tmp_path / "told").read_text() == "/dev/null/dev/nullNone"
 
 
-@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs pthread_sigmask")
-def test_an_interrupt_at_the_start_of_a_worker_leaves_no_signal_blocked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`pthread_sigmask` sets the mask, and then runs the handlers of signals that had come."""
-    real = signal.pthread_sigmask
-    before = real(signal.SIG_BLOCK, ())
-
-    def interrupted(how: int, mask: Any) -> Any:
-        found = real(how, mask)
-        if how == signal.SIG_BLOCK and mask:
-            monkeypatch.undo()
-            raise KeyboardInterrupt
-        return found
-
-    monkeypatch.setattr(signal, "pthread_sigmask", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        start(load(Samples(int), "fork"))
-    assert real(signal.SIG_BLOCK, ()) == before
-
-
 def test_what_was_made_for_a_process_that_can_not_be_started_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -127,25 +127,6 @@ def test_fifty_epochs_of_persistent_workers_take_no_more_than_the_first(
     )
 
 
-@linux
-@needs_fork
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("backend", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
-@pytest.mark.parametrize("form", ["loader", "pipeline"])
-def test_workers_take_few_descriptors_however_many_batches_are_kept(
-    backend: str, form: str
-) -> None:
-    where: dict[str, Any] = {"backend": backend, "num_workers": 4}
-    pipe = Pipeline.from_dataset(Rows(160), **where).map(np.copy, fuse=False, **where)
-    made: Any = DataLoader(rows(160), 1, **where) if form == "loader" else pipe
-    me, before, kept = psutil.Process(), psutil.Process().num_fds(), []
-    with iter(made) as batches:
-        for batch in batches:
-            kept.append(batch)
-            assert me.num_fds() - before <= 10 * (4 if form == "loader" else 8)
-    assert [int(np.asarray(one).flat[-1]) for one in kept] == [*range(160)]
-
-
 # -- where something is short ----------------------------------------------------------------------
 
 COMMON = """
@@ -261,25 +242,3 @@ def test_a_memory_limit_that_a_worker_reaches_is_the_error_of_that_sample(backen
         found += batches
         assert [int(index) for index, _ in found] == [0, 1, 2, 4, 5]
         assert len({int(pid) for _, pid in found} - {os.getpid()}) == 1  # the worker went on
-
-
-class Large(Greedy):
-    """Batches for which there is no room in slots."""
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full(24 << 20, index, np.uint8)
-
-
-@linux
-@needs_fork
-def test_a_worker_without_memory_for_slots_sends_ordinary_batches() -> None:
-    def limit(worker: int) -> None:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # of memory files too
-
-    large: Any = Large()
-    loader = DataLoader(large, 1, num_workers=1, backend="fork", worker_init_fn=limit)
-    with pytest.warns(UserWarning, match="ordinary memory"):
-        found = [int(batch[0][0]) for batch in loader]
-    assert found == list(range(6))

@@ -225,23 +225,6 @@ def test_where_files_are_given_to_others_none_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-@posix
-def test_no_link_at_the_temporary_name_is_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    victim = tmp_path / "victim"
-    victim.write_bytes(b"precious")
-    planted = tmp_path / ".cache.guessed.partial"
-    planted.symlink_to(victim)
-    names = iter(["guessed", "fresh"])
-    monkeypatch.setattr(tempfile, "_get_candidate_names", lambda: names)
-    write(tmp_path / "cache")
-    assert next(names, "all tried") == "all tried"
-    assert victim.read_bytes() == b"precious"
-    assert planted.is_symlink()
-    assert len(drain(begin(tmp_path / "cache"))) == 2
-
-
 def test_a_link_at_the_path_itself_is_replaced_and_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "cache").symlink_to(tmp_path / "elsewhere")
     write(tmp_path / "cache")

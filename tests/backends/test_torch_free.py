@@ -247,29 +247,3 @@ def test_torch_that_comes_late_is_seeded_limited_and_told_as_if_it_had_been_ther
     assert found == expected
     assert [one["threads"] for one in found] == [1] * 4
     assert found[1]["seed"] == found[0]["seed"] + 1 == found[1]["info"][3]
-
-
-class Views:
-    """Holds two views of one storage, and one tensor in shared memory."""
-
-    def __init__(self) -> None:
-        whole = torch.zeros(200_000)
-        self.left, self.right = whole[:150_000], whole[50_000:]
-        self.shared = torch.zeros(50_000).share_memory_()
-        self.part = self.shared[100:]
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        self.left[60_000] += 1
-        self.part[index] = index + 1
-        return float(self.right[10_000]), self.shared.is_shared(), float(self.shared[100 + index])
-
-
-def test_views_of_one_storage_and_shared_tensors_stay_so_in_the_workers() -> None:
-    dataset = Views()
-    found = samples_of(dataset, 2)
-    assert found == [(k // 2 + 1.0, True, k + 1.0) for k in range(4)]
-    assert dataset.right[10_000] == 0  # private
-    assert dataset.shared[100:104].tolist() == [1, 2, 3, 4]  # shared

@@ -107,18 +107,6 @@ def test_a_worker_that_just_ends_is_not_damaged(wire: Wire) -> None:
     assert wire.transport.damaged == {}
 
 
-@posix
-def test_descriptors_that_came_with_damage_are_closed() -> None:
-    wire = Wire(SocketTransport)
-    extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1, 2]))]
-    with socket.socket(fileno=os.dup(wire.theirs.fileno())) as sender:
-        sender.sendmsg([b"sixteen bytes and more"], extra)
-    before = len(os.listdir("/proc/self/fd"))
-    assert wire.until_gone() == [(0, None)]
-    assert len(os.listdir("/proc/self/fd")) == before - 1  # our end went too, and none came
-    wire.close()
-
-
 @pytest.mark.parametrize("kind", [pytest.param(SocketEndpoint, marks=posix), PipeEndpoint])
 def test_a_worker_ends_with_the_reason_when_its_input_is_damaged(kind: Any) -> None:
     ours, theirs = Pipe()
@@ -369,17 +357,6 @@ def test_too_many_descriptors_under_way_are_sent_later(monkeypatch: pytest.Monke
         monkeypatch.setattr(transports, "send_some", refuse)
         assert [crew.call(full(k)) for k in range(4)] == [2 * OWN * k for k in range(4)]
     assert refusals == []
-
-
-@posix
-def test_writing_after_the_worker_has_ended_is_the_end_too() -> None:
-    """Its writer thread may still be at a large frame; a traceback of it would be noise."""
-    ours, theirs = multiprocessing.Pipe(duplex=True)
-    endpoint = SocketEndpoint(theirs)
-    endpoint.close()
-    with pytest.raises(EOFError):
-        endpoint.send([b"late"])
-    ours.close()
 
 
 @posix

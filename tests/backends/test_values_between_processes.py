@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.comparison import same
 from support.crew_driver import OWN, CrewDriver, echo, full
 from torch.utils.data import default_collate
@@ -112,23 +110,6 @@ def test_values_of_every_kind_arrive_as_they_are_in_slots_that_are_used_again(
     with stages(values * 2, (echo, one), (echo, other)).run() as run:
         for value, found in zip(values * 2, run, strict=True):
             same(value, found)
-
-
-@settings(max_examples=20)
-@given(
-    st.lists(
-        st.lists(st.tuples(st.integers(0, 400_000), st.booleans()), max_size=5),
-        min_size=1,
-        max_size=6,
-    )
-)
-def test_tasks_of_any_sizes_that_are_under_way_together_do_not_mix_up(tasks: list[Any]) -> None:
-    values = [
-        [filled(k + 1, size)[:: 2 if gaps else 1] for size, gaps in task]
-        for k, task in enumerate(tasks)
-    ]
-    for value, found in zip(values, stages(values, (echo, Fork())), strict=True):
-        same(value, found)
 
 
 @pytest.mark.parametrize("backend", [Threads(), Fork()], ids=repr)

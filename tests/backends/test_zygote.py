@@ -216,20 +216,6 @@ def test_a_zygote_that_died_is_replaced_with_its_workers_if_workers_are() -> Non
     assert {parent for *_, parent in found} > {first.pid}
 
 
-def test_a_worker_that_is_not_there_yet_can_be_ended() -> None:
-    gate = Gate()
-    with start(load(Loading(gate.arrive), "spawn")) as iterator:
-        gate.await_arrivals(1)
-        [worker] = iterator._workers
-        assert worker.is_alive()
-        assert worker.exitcode is None
-        worker.kill()
-        worker.join(DEADLINE)
-        assert not worker.is_alive()
-        with pytest.raises(WorkerDied, match="SIGKILL"):
-            next(iterator)
-
-
 def test_a_loader_that_is_closed_while_the_dataset_loads_does_not_wait_for_it() -> None:
     gate = Gate()
     iterator = start(load(Loading(gate.arrive), "spawn", workers=2))

@@ -110,16 +110,6 @@ def test_the_advice_is_of_what_is_to_blame(case: str) -> None:
     assert "C++" not in str(caught[0].message)
 
 
-def test_each_advice_is_given_once() -> None:
-    pinner = Pinner(FakeAccelerator(pinnable=0))
-    tensors = [torch.ones(1).expand(3), torch.ones(3)]
-    for tensor, words in zip(tensors, ("share memory", "ulimit"), strict=True):
-        with pytest.warns(UserWarning, match=words):
-            assert pinner.here(tensor) is tensor
-    for tensor in tensors:  # an error if it warned
-        assert pinner.here(tensor) is tensor
-
-
 def test_what_can_not_be_pinned_at_all_is_an_error_as_with_torch_unless_it_pins_itself() -> None:
     class Refusing(FakeAccelerator):
         def pin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -180,17 +170,6 @@ def test_memory_of_the_device_is_not_used_again_before_the_stream_of_who_took_it
         fake.run(moving.stream)  # the copies overtake the kernels
     fake.run()
     assert seen == [bytes([value]) * 8 for value in range(4)]
-
-
-def test_a_kernel_that_is_done_gives_the_memory_free() -> None:
-    fake = FakeAccelerator(manual=False)
-    moving = mover(fake)
-    addresses = set()
-    for _ in range(4):
-        data = moving.take(moving.send(torch.zeros(8)))
-        addresses.add(data.data_ptr())
-        del data
-    assert len(addresses) == 1
 
 
 def test_what_is_on_the_device_is_left_alone_and_an_empty_tensor_is_moved() -> None:

@@ -242,19 +242,6 @@ def test_records_hold_no_frames() -> None:
     assert originals[0].__cause__ is not None
 
 
-def test_an_exception_whose_arguments_are_its_own_affair_is_kept_with_its_type() -> None:
-    class Odd(Exception):
-        args = property(lambda self: (self.one,))  # type: ignore[assignment]
-
-        def __init__(self, one: int, two: int) -> None:
-            super().__init__(one)
-            self.one = one
-
-    (record,) = skipped_of(Scripted(Odd(1, 2)), [0])
-    assert type(record.error) is Odd
-    assert (str(record.error), record.error.one) == ("1", 1)
-
-
 def test_only_a_thousand_tracebacks_are_kept() -> None:
     records = skipped_of(bad_at, [-1] * 1003)
     assert [bool(record.traceback) for record in records] == [True] * 1000 + [False] * 3

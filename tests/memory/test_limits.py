@@ -230,15 +230,6 @@ def test_who_keeps_all_batches_gets_them_all_right_and_one_warning_for_each_iter
         assert "Memory(limit=...)" in told[0]
 
 
-@pytest.mark.parametrize(("backend", "workers"), backends(1, "caller", "threads", "fork"))
-def test_a_batch_larger_than_the_limit_arrives_with_one_warning(backend: Any, workers: int) -> None:
-    sizes = [300] * 12
-    loader = DataLoader(Sized(sizes), 2, num_workers=workers, backend=backend)
-    told = run(loader, keep=False, sizes=sizes)
-    assert len(told) == 1
-    assert "limit of 1 bytes" in told[0]
-
-
 @pytest.mark.parametrize(("backend", "workers"), backends(60_000_000, "threads", "fork"))
 def test_samples_whose_sizes_change_from_batch_to_batch_arrive_right(
     backend: Any, workers: int

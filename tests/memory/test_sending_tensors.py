@@ -84,7 +84,7 @@ class AllKinds(Dataset[Any]):
 @pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta")
 @pytest.mark.parametrize(
     "backend",
-    [pytest.param("spawn", marks=pytest.mark.full), Threads(copy_dataset=True), "inline"],
+    ["spawn", Threads(copy_dataset=True), "inline"],
 )
 def test_tensors_keep_layout_type_grad_and_what_they_share(backend: str | Backend) -> None:
     dataset = AllKinds()

@@ -138,18 +138,6 @@ def test_nests_of_anything_come_back_equal_whichever_way(values: list[Any]) -> N
     pair[0].close()
 
 
-def test_rows_of_one_table_arrive_as_rows_of_it_where_they_touch() -> None:
-    table = torch.arange(400.0).view(100, 4)
-    rows = [table[i] for i in [*range(20, 80), 5, 90]]
-    back = behind(rows)
-    same_values(rows, back)
-    touching, apart = back[:60], back[60:]
-    assert {row.untyped_storage().data_ptr() for row in touching} == {
-        touching[0].untyped_storage().data_ptr()
-    }
-    assert [row.untyped_storage().nbytes() for row in apart] == [16, 16]
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
 @pytest.mark.parametrize("odd", ["meta", "sparse", "nested"])
 def test_tensors_that_only_look_like_others_of_their_block_are_sent_alone(odd: str) -> None:
