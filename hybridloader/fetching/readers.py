@@ -237,7 +237,7 @@ class LoaderFetcher(Fetcher):
         if results.notes:
             failures = results.failures
             indices = _left(asked, failures)
-        if not samples:
+        if failures and not samples:
             return nothing_left(failures)
         return self._collated(indices, samples, failures)
 

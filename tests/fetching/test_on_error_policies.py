@@ -285,6 +285,13 @@ def test_what_came_with_the_last_straw_is_there_for_who_goes_on() -> None:
     assert loader.skipped[0].replaced
 
 
+def test_a_batch_that_the_sampler_left_empty_is_no_failed_one() -> None:
+    loader: Any = DataLoader(
+        Patterned([True, False]), batch_sampler=[[], [1], [0]], collate_fn=tuple, on_error=Skip(1)
+    )
+    assert list(loader) == [(), (0,)]
+
+
 def test_samples_that_do_not_fit_together_are_listed() -> None:
     def collate(samples: list[int]) -> Any:
         if 2 in samples:
