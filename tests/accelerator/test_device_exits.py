@@ -66,31 +66,6 @@ def test_a_process_may_end_while_the_thread_is_in_a_long_call_of_the_driver() ->
 
 
 @only_cuda
-def test_without_a_visible_device_everything_runs_on_the_host() -> None:
-    run(
-        """
-        import os
-
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        import torch
-        from hybridloader import DataLoader, Transfer
-
-        data = torch.arange(16)
-        loader = DataLoader(data, 4, num_workers=1, backend="threads", device="cpu")
-        assert torch.equal(torch.cat(list(loader)), data)
-        for device in ("cuda", Transfer("cuda:0")):
-            try:
-                DataLoader(data, 4, device=device)
-            except ValueError as error:
-                assert "finds no accelerator" in str(error), error
-            else:
-                raise SystemExit("no error")
-        """,
-        head="",
-    )
-
-
-@only_cuda
 def test_an_assertion_of_a_kernel_is_raised_and_the_process_ends() -> None:
     run(
         """

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.device_loaders import loader_of, on_backends, queueing
 from support.digested_batches import BATCHES, KIND, Noise, busy, digest, wanted, with_digest
-from support.fake_accelerator import TorchAccelerator, current, find
+from support.fake_accelerator import TorchAccelerator, current
 from support.installed_torch import device_in_use
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
@@ -81,28 +81,6 @@ def test_the_stream_waits_for_the_copy_and_the_host_does_not() -> None:
     assert done.query()
     iterator.close()  # type: ignore[attr-defined]
     assert not waited, "next() has waited for the copy; or the machine was busy for seconds"
-
-
-@on_backends
-def test_what_is_read_late_on_streams_of_the_users_own_is_not_overwritten(backend: str) -> None:
-    """Batches are let go at once, while the stream that reads them is far behind."""
-    device = find(KIND)
-    assert isinstance(device, TorchAccelerator)
-    if not device.queues_copies:
-        pytest.skip("the device has one stream, or can't hand over from one to another")
-    own = torch.Stream(device.device)
-    seen = []
-    iterator = iter(loader_of(400, backend, device=KIND))
-    with device.on(own):
-        for number in range(50):
-            batch = next(iterator)
-            if number % 10 == 0:
-                busy(0.05)
-            seen.append(batch.clone())
-            del batch
-    torch.accelerator.synchronize()
-    assert next(iterator, None) is None
-    assert torch.equal(torch.cat([digest(batch) for batch in seen]).cpu(), wanted(400))
 
 
 def collated(data: Any, collate: Any) -> Any:

@@ -24,7 +24,6 @@ from hybridloader import (
     Ray,
     WorkerDied,
     WorkerTimeout,
-    get_worker_info,
 )
 from hybridloader.errors import BackendUnavailable, WorkerPicklingError
 from hybridloader.testing import BackendContract, Gate
@@ -258,12 +257,6 @@ def shifted(array: Any) -> Any:
     return array
 
 
-def where(item: Any) -> Any:
-    info = get_worker_info()
-    assert info is not None
-    return item, info.id, info.num_workers, os.getpid()
-
-
 def test_stages_on_ray_beside_others() -> None:
     pipe = (
         Pipeline.from_iterable(range(200))
@@ -273,14 +266,6 @@ def test_stages_on_ray_beside_others() -> None:
     )
     with pipe.run() as run:
         assert [int(array[-1]) for array in run] == [2 * item + 2 for item in range(200)]
-
-
-def test_workers_know_who_they_are() -> None:
-    with Pipeline.from_iterable(range(50)).map(where, backend=SMALL, num_workers=2).run() as run:
-        found = list(run)
-    assert [item for item, *_ in found] == [*range(50)]
-    assert {(number, workers) for _, number, workers, _ in found} == {(0, 2), (1, 2)}
-    assert os.getpid() not in {pid for *_, pid in found}
 
 
 @pytest.mark.parametrize(
