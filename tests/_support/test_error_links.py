@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 
 from hybridloader import DataLoader, Observe
@@ -20,12 +17,6 @@ def test_the_text_ends_with_the_link_and_the_arguments_lack_it() -> None:
     assert LINK not in repr(error)
     assert str(StoreError(5, "no answer", "a.tar")).endswith(f"'a.tar'{LINK}storeerror")
     assert str(NotReady("not yet")) == "not yet"
-
-
-def test_a_copy_has_one_link() -> None:
-    error = SourceError("a.tar is damaged")
-    for made in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
-        assert str(made) == str(error)
 
 
 def test_the_link_of_a_quoted_error_is_removed() -> None:

@@ -190,18 +190,3 @@ print(DataLoader._get_iterator.__module__)
     )
     assert (done.stderr, done.returncode) == ("", 0)
     assert done.stdout == "LoaderIterator\ntorch.utils.data.dataloader\n"
-
-
-class Installs:
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> bool:
-        with install("threads") as installed:
-            return installed.active
-
-
-def test_a_fork_while_another_thread_installs_does_not_hang_the_child() -> None:
-    loader: Any = DataLoader(Installs(), None, num_workers=1, backend="fork", timeout=60)  # type: ignore[arg-type]
-    with sys.modules["hybridloader.compat.torch_loaders"]._place.lock:
-        assert list(loader) == [True]

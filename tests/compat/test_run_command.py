@@ -227,16 +227,3 @@ def test_what_a_package_on_the_way_lacks_is_told_by_python(tmp_path: Path) -> No
     assert (out, code) == ("", 1)
     assert told.startswith("Traceback")
     assert told.endswith("ModuleNotFoundError: No module named 'not_there_at_all'\n")
-
-
-def test_it_is_undone_for_nobody_else(tmp_path: Path) -> None:
-    """After a call of `main` from Python the engine is still installed."""
-    (tmp_path / "script.py").write_text(
-        "import hybridloader, sys\n"
-        "try:\n    hybridloader.install()\nexcept RuntimeError as error:\n    print(error)\n"
-        "hybridloader.uninstall()\nwith hybridloader.install('inline') as one:\n    print(one.active)\n"
-    )
-    told, _, code = python("-m", "hybridloader", "run", "script.py", cwd=tmp_path)
-    assert code == 0
-    assert "install() was called already, at " in told
-    assert told.endswith("True\n")

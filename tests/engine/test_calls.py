@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hybridloader import engine
-from hybridloader.engine import Pickled, Place, PrivateSlots, calls, parts_of, work_of
+from hybridloader.engine import Pickled, PrivateSlots, calls, parts_of, work_of
 from hybridloader.engine.calls import BUNDLE_BYTES, BUNDLE_SECONDS, Parts
 from hybridloader.engine.meter import MEASURES, Measures, SliceReport
 from hybridloader.testing import Call
@@ -292,16 +292,6 @@ def test_what_waits_when_the_worker_dies_is_dropped_and_no_task_of_the_bundle_is
     assert len(handle.sent) == made
     handle.send(TASK)
     assert len(handle.sent) == made
-
-
-def test_results_of_several_calls_are_sent_on_each_by_its_call_and_place() -> None:
-    handle = Handle()
-    warm(handle)
-    for seq, place in enumerate([Place("a", 0), Place("b", 4), Place("a", 2), Place("b", 1)]):
-        handle.send(engine.Task(seq, Pickled(seq)), place)
-    handle.answer(2, done(0, seconds=SHORT))
-    assert handle.returns[-1] == ([(0, 2), (1, 1)], "a", "b")
-    assert [message.index for message in handle.sent[-1]] == [None, None]
 
 
 @contextmanager

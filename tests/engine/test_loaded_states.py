@@ -247,37 +247,3 @@ def test_a_state_that_is_loaded_in_the_middle_of_an_epoch_stays_for_one_epoch(ki
     next(batches)
     loader.load_state_dict(state)
     assert [listed(loader) for _ in range(3)] == [whole[1:], whole, whole]
-
-
-class Cleared(Counted):
-    """Dataset that reads ahead; a load drops the samples that were read ahead, and so does the end."""
-
-    ahead: list[int] | None = None
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            if self.ahead is None:
-                self.ahead = list(islice(self.rest(), 6))
-                self.at -= len(self.ahead)
-            if not self.ahead:
-                break
-            self.at += 1
-            yield self.ahead.pop(0)
-            self.ahead = self.ahead or None
-        self.at, self.ahead = 0, None
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.ahead = None
-
-
-def test_what_a_load_has_dropped_does_not_come_again() -> None:
-    loader = DataLoader(Cleared(), 4)
-    whole = listed(loader)
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    next(batches)
-    next(batches)
-    loader.load_state_dict(state)
-    assert [listed(loader) for _ in range(3)] == [whole[1:], whole, whole]

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridloader.engine import meter as meter_module
 from hybridloader.engine.meter import EVERY, Measures, Meter, Metering, RunQueue
 from hybridloader.testing import FakeClock
 
@@ -108,30 +107,6 @@ def test_a_pass_by_itself_has_nothing_of_the_one_before(by_pass: bool) -> None:
     assert measures.cpu == pytest.approx(measures.busy)
     assert len(measures.spans) == (1 if by_pass else 2)
     meter.close()
-
-
-def test_a_wait_for_a_core_is_no_wait_for_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at the GIL takes 7 ms, for 4 of which the thread could have run and had no core."""
-    clock, without_core = FakeClock(5.0), iter((0.5, 4e-3))
-
-    class Queue:
-        def since(self) -> float:
-            return next(without_core)
-
-        def close(self) -> None:
-            pass
-
-    def slept(seconds: float) -> None:
-        clock.now += seconds + 7e-3
-
-    monkeypatch.setattr(RunQueue, "here", Queue)
-    monkeypatch.setattr(meter_module, "sleep", slept)
-    meter = Meter(Metering(FakeClock(), gil=True), clock)
-    meter.open()
-    told = metered(meter, clock, 1.0)
-    assert told is not None
-    assert told.wait_for_core == pytest.approx(0.5), "the look is no part of a task"
-    assert told.wait_for_gil == pytest.approx(3e-3)
 
 
 def test_parts_of_tasks_that_others_answer_are_told_with_theirs() -> None:

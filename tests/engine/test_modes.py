@@ -228,15 +228,6 @@ def test_what_a_worker_sets_for_itself_stays(later: bool) -> None:
     loader._iterator.close()  # type: ignore[union-attr]
 
 
-def test_workers_that_were_started_before_have_the_modes_in_which_the_pass_begins() -> None:
-    pipeline = Pipeline.from_iterable(range(8)).map(look, backend="threads", num_workers=2)
-    with pipeline.epochs(3) as epochs:  # the workers start here
-        for around in (torch.no_grad, nullcontext, torch.no_grad):
-            with around():
-                run = next(epochs)
-            assert {found[1] for found in run} == {around is nullcontext}
-
-
 def test_a_thread_changes_no_mode_of_the_process() -> None:
     """torch notes the default device for the process, too, and threads leave in any order."""
     left = threading.Event()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from support.supervised import (
     BYTES,
-    PAGES,
     TASKS,
     ReorderLimit,
     Stage,
@@ -140,12 +139,6 @@ def test_what_may_wait_is_limited_in_bytes(nbytes: int, extra: int) -> None:
     assert limit.extra(results) == extra
     by_reference = {0: Done(1, 0, ByReference(bytes(1000)), 1.0)}
     assert 0 < ReorderLimit(1, nbytes=3500).extra(by_reference) <= 3
-
-
-def test_a_worker_rests_rather_than_fill_memory_that_takes_longer_to_make_than_the_result() -> None:
-    nbytes = BYTES // 8
-    for seconds, extra in ((0.9 * nbytes / PAGES, 0), (1.1 * nbytes / PAGES, 8)):
-        assert ReorderLimit(WORKERS).extra({0: Done(1, 0, Sized(nbytes), seconds)}) == extra
 
 
 @pytest.mark.parametrize("end", ["close", "interrupt"])

@@ -57,6 +57,22 @@ def test_a_move_that_no_table_has_is_refused_with_state_and_event() -> None:
                 worker_after(0, place, event)
 
 
+def test_illegal_calls_raise_and_leave_everything_as_it_was() -> None:
+    scheduler = Scheduler(2, 2)
+    scheduler.begin()
+    seq, worker = assign(scheduler)
+    scheduler.stop(1 - worker)
+    for wrong in (
+        lambda: scheduler.assign(1 - worker),
+        lambda: scheduler.take_in([done(1 - worker, seq)]),
+        lambda: scheduler.take_in([done(worker, seq + 1)]),
+    ):
+        before = repr(vars(scheduler))
+        with pytest.raises(IllegalTransition):
+            wrong()
+        assert repr(vars(scheduler)) == before
+
+
 def active(scheduler: Scheduler) -> bytearray:
     return bytearray(state in ACTIVE for state in scheduler.workers)
 

@@ -33,19 +33,6 @@ def test_results_before_a_death_that_are_there_are_not_lost(together: bool) -> N
         next(it)
 
 
-def test_a_death_that_came_with_a_result_is_told_by_the_next_epoch_if_nobody_asked_further() -> (
-    None
-):
-    death: list[Event] = [Exited(0, "exited with code 1")]
-    it, backend = stage([ready(), answer(0) + death], lookahead=3, persistent=True)
-    it.begin(iter("abc"))
-    assert next(it) == "value 0"
-    with pytest.raises(WorkerDied, match="exited with code 1"):
-        it.begin(iter("abc"))
-    assert it.closed, "so the loader starts others"
-    assert backend.crews[0].closed
-
-
 def test_timeout_counts_the_seconds_of_one_next_and_leaves_the_iterator_usable() -> None:
     clock = FakeClock()
 

@@ -10,7 +10,7 @@ import pytest
 from support.supervised import START, answer, dead, passing, ready, stage
 
 from hybridloader import RestartPolicy, WorkerDied
-from hybridloader.engine import Begin, Event, Exhausted, Exited, Task
+from hybridloader.engine import Begin, Event, Exhausted, Exited, Task, WorkerSpec
 from hybridloader.testing import FakeClock, ScriptedCrew
 
 
@@ -50,14 +50,6 @@ def test_nobody_is_blamed_for_a_death_between_two_samples_or_at_a_task_that_is_d
     it.begin(iter([[7, 8]]))
     assert next(it) == "value 0"
     assert {tuple(m.index) for _, m in backend.crews[0].sent if isinstance(m, Task)} == {(7, 8)}
-
-
-def test_what_kills_the_reader_of_a_shard_can_not_be_passed_over() -> None:
-    script = [[*ready(), dead(task=0, at=0)], [*ready(), dead(task=0, at=0)]]
-    it, _ = stage(script, in_turn=True)
-    it.begin(iter([[None]]))
-    with pytest.raises(WorkerDied, match="2 workers died at this position of their shard"):
-        next(it)
 
 
 def test_a_worker_at_the_end_of_its_shard_is_replaced_only_for_the_next_epoch() -> None:
@@ -112,19 +104,6 @@ def test_policies_are_named_and_refuse_what_is_no_number_or_too_small() -> None:
 # -- tasks that run over -----------------------------------------------------------------------------
 
 
-def test_only_the_time_since_the_task_before_counts() -> None:
-    clock = FakeClock()
-    script = [
-        passing(clock, 100.0, *ready()),  # starting is not working
-        passing(clock, 9.0, *answer(0)),
-        passing(clock, 9.0, *answer(1)),
-        passing(clock, 9.0, *answer(2)),
-    ]
-    it, _ = stage(script, policy=None, task_timeout=10, clock=clock)
-    it.begin(iter([["a"], ["b"], ["c"]]))
-    assert list(it) == ["value 0", "value 1", "value 2"]
-
-
 def test_a_worker_that_does_not_get_ready_runs_over_as_well() -> None:
     clock = FakeClock()
     killed_after = []
@@ -167,6 +146,9 @@ def test_the_report_tells_what_each_worker_is_doing() -> None:
         "0                -  starting     1         1  2.50 s  ['c']",
         "1                -      idle     2         0       -  -",
     ]
+    for seconds, words in ((300.0, "5 min 2 s"), (7000.0, "2 h 1 min")):
+        clock.now += seconds
+        assert words in it.table.report()
 
 
 KERNEL = "Likely cause: OOM."
@@ -204,3 +186,28 @@ def test_a_death_is_told_with_what_is_known_and_no_guess_beside_it(
     assert told.startswith(f"In stage 'scripted', worker 0 {cause}. It was to fetch")
     assert [word for word in words if word not in told] == []
     assert [word for word in never if word in told] == []
+
+
+def test_what_kills_the_reader_of_a_shard_can_not_be_passed_over() -> None:
+    script = [[*ready(), dead(task=0, at=0)], [*ready(), dead(task=0, at=0)]]
+    it, _ = stage(script, in_turn=True)
+    it.begin(iter([[None]]))
+    with pytest.raises(WorkerDied, match="2 workers died at this position of their shard"):
+        next(it)
+
+
+def test_a_stage_whose_epoch_could_not_begin_with_all_workers_is_closed() -> None:
+    """Else the next epoch would wait for a worker that nobody starts."""
+    script = [[*ready(0, 1), Exhausted(1, 1), dead(1), *answer(0)], [Exhausted(0, 2)]]
+    it, backend = stage(script, workers=2, lookahead=2, persistent=True, in_turn=True)
+    it.begin(iter([[None]] * 3))
+    assert list(it) == ["value 0"]
+
+    def refuse(worker: int, spec: WorkerSpec) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    backend.crews[0].start = refuse  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        it.begin(iter([[None]] * 2))
+    assert it.closed
+    assert backend.crews[0].closed

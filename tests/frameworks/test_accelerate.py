@@ -300,23 +300,3 @@ def test_save_state_and_load_state_go_on_in_the_middle_of_an_epoch(tmp_path: Pat
     helper, loader = start()
     helper.load_state(str(tmp_path))
     assert [seen + flat(loader), flat(loader)] == whole
-
-
-@pytest.mark.usefixtures("kept")
-@pytest.mark.parametrize("passes", [0, 1])
-def test_a_seedable_sampler_goes_on_though_its_generator_is_not_there_yet(passes: int) -> None:
-    def start() -> Any:
-        torch.manual_seed(2)
-        return accelerator(use_seedable_sampler=True).prepare(numbers(shuffle=True))
-
-    loader = start()
-    for _ in range(passes):
-        flat(loader)
-    iterator = iter(loader)
-    for _ in range(2):
-        next(iterator)
-    state = pickle.loads(pickle.dumps(loader.state_dict()))
-    rest = flat(iterator)
-    for other in (start(), loader):
-        other.load_state_dict(state)
-        assert flat(other) == rest

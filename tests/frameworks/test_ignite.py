@@ -27,7 +27,6 @@ from ignite.engine.deterministic import (
     ReproducibleBatchSampler,
     update_dataloader,
 )
-from ignite.handlers.param_scheduler import BatchSizeScheduler
 
 EPOCHS = 3
 BATCHES = 5
@@ -142,19 +141,6 @@ def test_a_deterministic_engine_resumes_within_an_epoch(
     resumed.load_state_dict(saved)
     resumed.run(loader())
     assert seen == whole
-
-
-def test_the_batch_size_can_be_scheduled() -> None:
-    seen = []
-    for make, options in ((torch_loader, {}), (DataLoader, {"backend": "threads"})):
-        loader = make(Augmented(), 4, num_workers=WORKERS, **options)
-        sizes: list[int] = []
-        engine = Engine(lambda engine, batch, sizes=sizes: sizes.append(len(batch[0])))
-        BatchSizeScheduler(loader, lambda epoch: 4 + 6 * epoch).attach(engine)
-        engine.run(loader, max_epochs=2, epoch_length=5)
-        seen.append(sizes)
-    assert seen[0] == seen[1]
-    assert 10 in seen[1]
 
 
 def test_the_loader_that_ignite_makes_itself_runs_on_ours_within_install() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -112,10 +111,6 @@ def trainer(**options: Any) -> lightning.Trainer:
             **options,
         }
     )
-
-
-def alive() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name.startswith("hybridloader")]
 
 
 @pytest.fixture(autouse=True)
@@ -395,15 +390,6 @@ def test_without_a_length_a_limit_of_batches_keeps_the_state_from_running_ahead(
             assert shown(loader, checkpoint, limit_train_batches=limit) == wanted[6 + lost :]
 
 
-def test_fit_leaves_the_workers_to_the_loader() -> None:
-    loader: PipelineLoader | None = counted()
-    shown(loader, max_epochs=1)
-    assert alive()
-    loader = None
-    gc.collect()
-    assert not alive()
-
-
 # -- Fabric ----------------------------------------------------------------------------------------
 
 
@@ -425,8 +411,3 @@ def test_fabric_saves_and_loads_the_loader_with_the_model(tmp_path: Path) -> Non
         fabric.load(tmp_path / "saved", parts(resumed))
         assert [numbers(batch) for _ in range(2) for batch in resumed] == wanted[6:]
     assert found == wanted[:6]
-
-
-def test_fabric_sets_up_loaders_of_torchs_alone() -> None:
-    with pytest.raises(TypeError, match="Only PyTorch DataLoader"):
-        Fabric(accelerator="cpu", devices=1).setup_dataloaders(counted())

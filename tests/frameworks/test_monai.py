@@ -142,16 +142,6 @@ def test_monais_own_threads_are_no_backend_and_contradict_one() -> None:
         list(ThreadLoader(plain(), **options))
 
 
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_the_buffer_thread_ends_when_its_loop_is_left(repeats: int) -> None:
-    loader = ThreadLoader(
-        plain(), batch_size=2, num_workers=WORKERS, repeats=repeats, backend="fork"
-    )
-    for _ in loader:
-        break
-    assert [len(batch) for batch in loader] == [2] * (4 * repeats)
-
-
 @pytest.mark.parametrize("threaded", [False, True])
 def test_monais_own_classes_run_on_ours_within_install(threaded: bool) -> None:
     kind = monai.data.ThreadDataLoader if threaded else monai.data.DataLoader

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from hybridloader import DataLoader, Skip, Threads, Transfer
+from hybridloader import DataLoader, Skip, Threads
 from hybridloader.engine import backend_names
 
 
@@ -91,17 +91,6 @@ def test_r03_and_r05_what_is_public_are_parameters_that_make_ours_and_torchs_ane
     if loader.num_workers == 0:
         assert loader.prefetch_factor is None
         assert not loader.persistent_workers
-
-
-@pytest.mark.parametrize("device", ["cpu", Transfer("cpu", batches_ahead=3)])
-def test_r04_and_r05_the_device_is_stored_as_passed_and_nothing_else_is(device: Any) -> None:
-    loader = DataLoader(Numbers(), device=device)
-    assert vars(loader)["device"] is device
-    assert not loader.pin_memory, "it is implied, and not stored"
-    assert pickle.loads(pickle.dumps(loader)).device == device
-    clone = type(loader)(**lightning_arguments(loader, loader.sampler))
-    assert clone.device is device
-    assert flat(clone) == list(range(8))
 
 
 def lightning_arguments(loader: Any, sampler: Any) -> dict[str, Any]:

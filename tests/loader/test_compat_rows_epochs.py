@@ -74,6 +74,18 @@ def test_set_epoch_in_the_parent_is_seen_by_all_persistent_workers(backend: str)
         assert [batch[0] for batch in loader] == [(epoch,) * 4] * 4
 
 
+def test_what_lies_within_an_object_that_was_attached_later_is_left_out() -> None:
+    """The copy was made without it: as with torch, it does not see it."""
+    dataset: Any = Plain(1)
+    copies = Threads(copy_dataset=True)
+    loader = DataLoader(dataset, None, num_workers=1, backend=copies, persistent_workers=True)
+    assert list(loader) == [-1]
+    dataset.other = Plain(1)
+    dataset.set_epoch(3)
+    dataset.other.set_epoch(4)
+    assert list(loader) == [3]
+
+
 @pytest.mark.parametrize("backend", ["inline", "threads", "fork", Threads(copy_dataset=True)])
 def test_set_epoch_is_seen_when_an_epoch_is_begun_twice(backend: Any) -> None:
     """Two loops over the loader, of which the first is left before its first batch."""

@@ -84,20 +84,6 @@ def test_r14_the_iterator_is_torchs_base_with_its_counters(backend: str) -> None
 
 
 @quick
-def test_r14_reset_begins_anew_with_the_same_workers(backend: str) -> None:
-    loader = DataLoader(Numbers(4), num_workers=1, backend=backend, persistent_workers=True)
-    iterator: Any = iter(loader)
-    workers = list(iterator._workers)
-    next(iterator)
-    iterator._reset(loader)
-    assert iterator._num_yielded == 0
-    assert flat(iterator) == [0, 1, 2, 3]
-    iterator._reset(loader, first_iter=False)
-    assert flat(iterator) == [0, 1, 2, 3]
-    assert list(iterator._workers) == workers
-
-
-@quick
 def test_r15_workers_stop_when_the_last_reference_goes(backend: str) -> None:
     """A CombinedLoader sets `_iterator` to None; no garbage collection is needed."""
     loader = DataLoader(Numbers(), num_workers=2, backend=backend, persistent_workers=True)
@@ -192,27 +178,6 @@ def test_r17_the_loader_holds_an_iterator_only_when_persistent(backend: str | No
     assert persistent._iterator is iter(persistent)
 
 
-class Unsized(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
-class Sized(Unsized):
-    def __len__(self) -> int:
-        return 3
-
-
-def test_r23_more_samples_than_the_length_said_are_warned_of_as_by_torch() -> None:
-    class Liar(Sized):
-        def __len__(self) -> int:
-            return 2
-
-    loader = DataLoader(Liar(), num_workers=1, backend="threads")
-    assert len(loader) == 2
-    with pytest.warns(UserWarning, match="Length of IterableDataset"):
-        assert flat(loader) == [0, 1, 2]
-
-
 class Counting(Numbers):
     """Counts, in shared memory, how many samples were fetched by all workers."""
 
@@ -242,3 +207,24 @@ def test_r24_a_break_drains_nothing(backend: str, persistent: bool) -> None:
         assert int(next(iter(loader))) == 0
     loader._iterator = None
     assert 1 <= int(dataset.fetched.sum()) <= 1 + window
+
+
+class Unsized(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Sized(Unsized):
+    def __len__(self) -> int:
+        return 3
+
+
+def test_r23_more_samples_than_the_length_said_are_warned_of_as_by_torch() -> None:
+    class Liar(Sized):
+        def __len__(self) -> int:
+            return 2
+
+    loader = DataLoader(Liar(), num_workers=1, backend="threads")
+    assert len(loader) == 2
+    with pytest.warns(UserWarning, match="Length of IterableDataset"):
+        assert flat(loader) == [0, 1, 2]

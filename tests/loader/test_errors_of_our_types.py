@@ -79,21 +79,3 @@ def test_an_error_of_an_iterable_dataset_ends_no_shard(
             wanted.remove(kind)
         assert names(outcomes(iter(loader))) == wanted
         assert [type(record.error) for record in loader.skipped] == [kind] * (on_error == "skip")
-
-
-def stop() -> None:
-    raise StopIteration
-
-
-class StopsAtHome:
-    """A value whose loading, in the process that gets it, raises what would end a loop."""
-
-    def __reduce__(self) -> Any:
-        return stop, ()
-
-
-def test_a_value_that_raises_stop_iteration_as_it_is_loaded_does_not_end_the_loop() -> None:
-    loader = load(Samples(lambda i: StopsAtHome() if i == 1 else i, 3), "fork", workers=1)
-    found = outcomes(iter(loader))
-    assert names(found) == [[0], RuntimeError, [2]]
-    assert "loading the result of" in found[1].__notes__[0]

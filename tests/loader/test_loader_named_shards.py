@@ -157,21 +157,6 @@ def test_resumed_by_others_all_samples_come_once(name: str) -> None:
             assert Counter(taken(loader)) == ALL, "the next epoch is a whole one"
 
 
-def test_persistent_workers_whose_shards_have_another_order_in_each_epoch() -> None:
-    loader = make(Shards(), 3, persistent_workers=True)
-    for epoch in range(3):
-        loader.set_epoch(epoch)
-        batches = iter(loader)
-        before = taken(batches, 4)
-        state = loader.state_dict()
-        other, same = make(Shards(), 2), make(Shards(), 3)
-        other.load_state_dict(state)
-        assert Counter(before + taken(other)) == ALL
-        same.set_epoch(epoch)
-        same.load_state_dict(state)
-        assert taken(same) == taken(batches)
-
-
 class Broken(Shards):
     def read_shard(self, name: str, start: int) -> Iterator[str]:
         if name == "a":
@@ -274,3 +259,50 @@ def test_without_names_the_reason_is_given() -> None:
     next(iter(loader))
     with pytest.raises(StateError, match=r"Nameless does not name its shards; with shard_names"):
         make(Nameless(), 3).load_state_dict(loader.state_dict())
+
+
+def test_edited_counts_hold_for_the_same_workers() -> None:
+    loader = make(Shards(), 2)
+    batches = iter(loader)
+    taken(batches, 4)
+    state = loader.state_dict()
+    rest = taken(batches)
+    for _ in range(2):
+        for name in ("_sampler_iter_yielded", "_num_yielded"):  # as accelerate
+            state[name] -= 1
+        same = make(Shards(), 2)
+        same.load_state_dict(state)
+        assert taken(same)[-len(rest) :] == rest
+    with pytest.raises(StateError, match="were edited"):
+        make(Shards(), 3).load_state_dict(state)
+    other = make(Shards(), 3)
+    for name in ("_sampler_iter_yielded", "_num_yielded"):
+        state[name] += 2
+    other.load_state_dict(state)
+    batches = iter(other)
+    next(batches)
+    state = other.state_dict()
+    state["_num_yielded"] -= 1
+    state["_sampler_iter_yielded"] -= 1
+    with pytest.raises(StateError, match="resumed on other workers or ranks before"):
+        make(Shards(), 3).load_state_dict(state)
+
+
+class WithState(Shards):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_dataset_with_a_state_besides_keeps_its_workers() -> None:
+    loader = make(WithState(), 2)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    same = make(WithState(), 2)
+    same.load_state_dict(state)
+    assert taken(same) == taken(batches)
+    with pytest.raises(StateError, match="has a state_dict"):
+        make(WithState(), 3).load_state_dict(state)

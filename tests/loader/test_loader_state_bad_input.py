@@ -191,6 +191,16 @@ def test_what_shows_only_by_trying_is_raised_before_a_worker_starts(name: str) -
     assert torch.equal(generator, torch.get_rng_state())
 
 
+def test_what_was_loaded_is_a_copy() -> None:
+    found = state()
+    kept = copy.deepcopy(found)
+    loader = make()
+    loader.load_state_dict(found)
+    found["_sampler_iter_yielded"] = 99
+    assert loader.state_dict() == kept
+    assert len(list(loader)) == 3
+
+
 class Picky(Stream):
     """Dataset that takes no state."""
 
@@ -213,11 +223,33 @@ def test_what_a_dataset_raises_names_it(workers: int, backend: str) -> None:
     assert "(Picky)." in told
 
 
-def test_what_was_loaded_is_a_copy() -> None:
-    found = state()
-    kept = copy.deepcopy(found)
-    loader = make()
-    loader.load_state_dict(found)
-    found["_sampler_iter_yielded"] = 99
-    assert loader.state_dict() == kept
-    assert len(list(loader)) == 3
+def test_a_dataset_without_a_state_does_not_take_one() -> None:
+    class Stateful(Stream):
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError(state)
+
+    found = state(1, dataset=Stateful())
+    with pytest.raises(StateError, match="Stream has no load_state_dict"):
+        make(dataset=Stream()).load_state_dict(found)
+
+
+class PickySampler(SequentialSampler):
+    """Sampler that takes no state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("level")
+
+
+def test_what_a_sampler_raises_names_it() -> None:
+    loader = make(sampler=PickySampler(Silent()))
+    loader.load_state_dict(state(1, sampler=PickySampler(Silent())))
+    with pytest.raises(
+        StateError, match=r"\(PickySampler\).*KeyError: 'level'; load the state into"
+    ):
+        iter(loader)

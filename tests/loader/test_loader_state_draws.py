@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler
 
 from hybridloader import DataLoader, StatefulDataLoader
 from hybridloader.sampling import ShuffleSampler
@@ -202,20 +202,3 @@ def test_a_state_from_before_it_had_these_draws_is_loaded(workers: Workers) -> N
     del state["_hybridloader"]["later"]
     second.load_state_dict(state)
     assert list(second) == list(first)
-
-
-def seed_of_worker(samples: list[int]) -> int:
-    info = get_worker_info()
-    assert info is not None
-    return info.seed
-
-
-def test_new_workers_have_new_seeds_where_those_that_stayed_drew_none() -> None:
-    first, second = (loader_of(DataLoader, "shuffle", Workers(1, stay)) for stay in (True, False))
-    first.collate_fn = second.collate_fn = seed_of_worker
-    seeds = [{*first}]
-    second.load_state_dict(first.state_dict())
-    seeds += [{*second} for _ in range(3)]
-    assert [len(each) for each in seeds] == [1] * 4
-    assert seeds[0] == seeds[1], "the next epoch has the seed that the workers had"
-    assert len(set.union(*seeds)) == 3, "the epochs after it have others"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from support.once import forget_warnings
 from support.state_cases import Plain, Walk, Walks, place
 from torch.utils.data import IterableDataset
 
-from hybridloader import DataLoader, WorkerTimeout
+from hybridloader import DataLoader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -24,37 +23,6 @@ pytestmark = [
 
 def flat(batches: Any) -> list[Any]:
     return [b.tolist() if isinstance(b, torch.Tensor) else b for b in batches]
-
-
-class Waiting(IterableDataset[int]):
-    """Dataset that waits at its beginning until it is allowed."""
-
-    free = threading.Event()  # shared by the copies of threads
-
-    def __iter__(self) -> Iterator[int]:
-        self.free.wait(30)
-        return iter(range(6))
-
-
-def test_a_timeout_at_the_beginning_of_a_pass_is_not_at_the_end_of_the_one_before() -> None:
-    options: dict[str, Any] = {"num_workers": 1, "backend": "threads", "persistent_workers": True}
-    loader = DataLoader(Waiting(), 2, **options, timeout=0.05)
-    Waiting.free.set()
-    left, taken = iter(loader), []
-    while len(taken) < 2:
-        with suppress(WorkerTimeout):  # on a busy machine
-            taken += flat([next(left)])
-    Waiting.free.clear()
-    iterator = iter(loader)
-    with pytest.raises(WorkerTimeout):
-        next(iterator)
-    state = loader.state_dict()
-    Waiting.free.set()
-    other = DataLoader(Waiting(), 2, num_workers=1, backend="threads")
-    other.load_state_dict(state)
-    assert flat(other) == [*taken, [4, 5]]
-    assert loader._iterator is not None
-    loader._iterator.close()
 
 
 def test_a_worker_that_dies_goes_on_behind_its_start() -> None:

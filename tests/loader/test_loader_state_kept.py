@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,43 +23,6 @@ def loader_of(kind: str, where: tuple[int, str], ahead: int = 2) -> DataLoader:
     workers, backend = where
     more = {"prefetch_factor": ahead} if workers else {}
     return DataLoader(NUMBERS, num_workers=workers, backend=backend, **KEPT[kind](), **more)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("kind", "where"),
-    [(kind, ((0, "inline"), (2, "threads"))[at % 2]) for at, kind in enumerate(sorted(KEPT))],
-)
-def test_behind_the_last_batch_an_end_that_is_declared_is_followed_by_the_next_pass(
-    kind: str, where: tuple[int, str]
-) -> None:
-    """End that accelerate declares while the iterator has not reached it."""
-    uninterrupted = loader_of(kind, where)
-    whole, following = listed(uninterrupted), listed(uninterrupted)
-    loader = loader_of(kind, where)
-    iterator = iter(loader)
-    for _ in whole:
-        next(iterator)
-    state = loader.state_dict()
-    rest = loader_of(kind, (0, "inline"))
-    rest.load_state_dict(state)
-    assert listed(rest) == []
-    state["_iterator_finished"] = True
-    other = loader_of(kind, where)
-    other.load_state_dict(state)
-    assert listed(other) == following
-
-
-def test_what_is_asked_again_and_again_is_of_its_own_place_each_time(
-    every: Callable[[int], None],
-) -> None:
-    every(4)
-    whole = listed(loader_of("reordering", (0, "inline")))
-    loader = loader_of("reordering", (2, "threads"), 4)
-    states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
-    for count, state in enumerate(states[:-1]):
-        other = loader_of("reordering", (0, "inline"))
-        other.load_state_dict(state)
-        assert listed(other) == whole[count:], count
 
 
 class Untold(Ordered):
@@ -149,3 +112,22 @@ def test_a_module_is_resumed_from_a_copy_of_its_parameters() -> None:
     other = DataLoader(Module(), 20, num_workers=2, backend="threads")  # type: ignore[arg-type]
     other.load_state_dict(one)
     assert torch.cat([*taken, *other]).tolist() == list(range(400))
+
+
+class Shrunk(Ordered):
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order[self.at : 13])
+
+
+def test_a_sampler_that_gives_less_than_it_gave_is_found_out(every: Callable[[int], None]) -> None:
+    every(9)
+    loader = loader_of("order", (0, "inline"))
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    other = DataLoader(NUMBERS, 4, sampler=Shrunk())
+    state = loader.state_dict()
+    state["_hybridloader"]["samplers"][1] = "Shrunk"
+    other.load_state_dict(state)
+    with pytest.raises(StateError, match="returned 3 of the 4 items between"):
+        iter(other)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -152,30 +151,6 @@ def test_several_threads_per_worker_change_nothing() -> None:
     assert "sample 3" in caught.value.__notes__
 
 
-def test_arrival_order_does_for_batches_out_of_order() -> None:
-    made = loader(Samples(), 4, backend="threads", num_workers=3, in_order=False, on_error="skip")
-    found = numbers(run(made))
-    assert sorted(map(len, found)) == sorted(map(len, EXPECTED))
-    assert sorted(chain(*found)) == sorted(chain(*EXPECTED))
-
-
-def test_records_are_of_their_epoch_also_after_one_that_was_left_early() -> None:
-    made = loader(
-        Samples(8, [1]),
-        4,
-        backend="threads",
-        num_workers=1,
-        persistent_workers=True,
-        on_error="skip",
-    )
-    for epoch in range(3):
-        steps = iter(made)
-        assert next(steps)[:, 0].tolist() == [0, 2, 3]
-        assert [(r.index, r.epoch) for r in steps.skipped] == [(1, epoch)]
-        assert made.skipped == steps.skipped
-    steps.close()
-
-
 @pytest.mark.parametrize(("backend", "workers"), PLACES)
 def test_without_batches_a_bad_sample_is_missing(backend: str, workers: int) -> None:
     made = loader(Samples(9, [0, 5]), None, backend=backend, num_workers=workers, on_error="skip")
@@ -258,17 +233,6 @@ def test_too_much_is_raised_at_the_same_place_everywhere() -> None:
     assert errors[0][2] == "ValueError('bad', 17)"
 
 
-def test_a_share_of_a_run_counts_what_was_tried_in_this_pass() -> None:
-    every = DataLoader(Samples(4000, range(0, 4000, 99)), 100, on_error=Skip(0.01))
-    with pytest.raises(TooManyErrors, match="11 of 1000 samples failed"):
-        list(every)
-    late = DataLoader(Samples(4000, range(2000, 4000, 50)), 100, on_error=Skip(0.01))
-    assert sum(map(len, late)) == 3960
-    for _ in range(2):  # each pass has a budget of its own
-        assert len(late.skipped) == 40
-        assert sum(map(len, late)) == 3960
-
-
 # -- batches that can't be made, or sent -------------------------------------------------------------
 
 
@@ -348,3 +312,27 @@ def test_each_iterator_and_each_pass_has_its_own_records() -> None:
     assert second.skipped == made.skipped == ()
     list(second)
     assert [r.epoch for r in made.skipped] == [1]
+
+
+def test_closing_ends_a_wait_in_a_worker() -> None:
+    attempted = threading.Event()
+
+    class Never(Samples):
+        def __getitem__(self, index: int) -> Any:
+            attempted.set()
+            raise OSError
+
+    made = loader(Never(), 4, backend="threads", num_workers=1, on_error=Retry(9, 60))
+    with iter(made):
+        attempted.wait()
+
+
+def test_a_share_of_a_run_counts_what_was_tried_in_this_pass() -> None:
+    every = DataLoader(Samples(4000, range(0, 4000, 99)), 100, on_error=Skip(0.01))
+    with pytest.raises(TooManyErrors, match="11 of 1000 samples failed"):
+        list(every)
+    late = DataLoader(Samples(4000, range(2000, 4000, 50)), 100, on_error=Skip(0.01))
+    assert sum(map(len, late)) == 3960
+    for _ in range(2):  # each pass has a budget of its own
+        assert len(late.skipped) == 40
+        assert sum(map(len, late)) == 3960

@@ -106,20 +106,6 @@ def test_the_death_of_the_thread_is_noticed_at_once(failure: BaseException) -> N
             next(iterator)
 
 
-def test_a_device_that_can_not_be_entered_is_an_error_and_no_early_end() -> None:
-    class Gone(FakeAccelerator):
-        pins = False  # type: ignore[assignment]
-
-        def enter(self) -> None:
-            raise RuntimeError("the device has fallen off the bus")
-
-    iterator = start(DataLoader(Rows(), num_workers=1, backend="threads", device=Gone()))
-    with pytest.raises(RuntimeError, match="fallen off"):
-        next(iterator)
-    with pytest.raises(IteratorClosed):
-        next(iterator)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_refused_pinning_is_one_warning_and_every_batch_comes(workers: int) -> None:
     fake = FakeAccelerator(pinnable=0)
@@ -254,13 +240,3 @@ def test_a_fork_of_this_process_has_no_thread_and_is_told_so() -> None:
     assert os.waitpid(pid, 0)[1] == 0
     next(iterator)
     iterator.close()
-
-
-def test_an_iterator_whose_thread_has_all_batches_can_be_entered() -> None:
-    batches: Any = iter(DataLoader(range(2), num_workers=1, backend="threads", device=Counting()))
-    batches._pin_thread.running_relays[0]._thread.join(60)  # it has ended the stage
-    assert batches._stage.closed
-    with batches:
-        assert len(list(batches)) == 2
-    with pytest.raises(IteratorClosed), batches:
-        pass

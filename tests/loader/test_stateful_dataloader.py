@@ -250,17 +250,6 @@ def test_what_workers_tell_and_how_often(monkeypatch: pytest.MonkeyPatch) -> Non
             loader_of(Counted(), snapshot_every_n_steps=wrong)
 
 
-def failing(worker: int) -> None:
-    raise ArithmeticError(f"init of {worker}")
-
-
-@BACKENDS
-def test_what_the_beginning_of_a_worker_raises_is_raised_by_iter(backend: Any) -> None:
-    loader = loader_of(Counted(), num_workers=2, backend=backend, worker_init_fn=failing)
-    with pytest.raises(ArithmeticError, match="init of"):
-        iter(loader)
-
-
 def test_another_number_of_workers_is_refused_by_iter_where_workers_have_a_state() -> None:
     first = loader_of(Counted(), 3, num_workers=2, backend=COPIES)
     state = first.state_dict()
@@ -300,3 +289,14 @@ def test_a_state_of_another_version_is_refused() -> None:
     ]  # as of early versions
     with pytest.raises(StateError, match="an earlier version of hybridloader saved the state"):
         loader_of(range(12), 3).load_state_dict(state)
+
+
+def failing(worker: int) -> None:
+    raise ArithmeticError(f"init of {worker}")
+
+
+@BACKENDS
+def test_what_the_beginning_of_a_worker_raises_is_raised_by_iter(backend: Any) -> None:
+    loader = loader_of(Counted(), num_workers=2, backend=backend, worker_init_fn=failing)
+    with pytest.raises(ArithmeticError, match="init of"):
+        iter(loader)

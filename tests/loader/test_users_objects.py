@@ -11,13 +11,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.compat import Numbers, flat
-from support.forking import in_a_fork
 from support.once import forget_warnings
 from support.platforms import FORK
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torchs
-from torch.utils.data._utils.worker import WorkerInfo
 
 from hybridloader import DataLoader, StatefulDataLoader
 
@@ -40,20 +37,6 @@ def test_a_look_at_one_batch_does_not_end_what_the_dataset_keeps() -> None:
     assert next(iter(loader)).tolist() == [0, 1]
     assert [batch.tolist() for batch in islice(loader, 2)] == [[2, 3], [4, 5]]
     assert next(data.source) == 6
-
-
-def test_persistent_workers_go_on_with_what_the_dataset_keeps() -> None:
-    """How far the pass before has read ahead depends on nothing that a user could know."""
-    loader: Any = DataLoader(
-        Kept(), 2, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
-    )
-    for batch in loader:
-        assert batch.tolist() == [0, 1]
-        break
-    (again,) = islice(loader, 1)
-    assert again[0] >= 2
-    assert again[1] == again[0] + 1
-    loader._iterator.close()
 
 
 class Opening(IterableDataset[int]):
@@ -171,26 +154,6 @@ def test_a_state_tells_of_the_workers_that_the_pass_has(backend: str, kind: Any)
 
 
 # -- workers ---------------------------------------------------------------------------------------
-
-
-def test_a_process_that_a_worker_thread_forks_is_not_that_worker() -> None:
-    """torch's loader in a dataset: its workers are forked, and are told by torch who they are."""
-    inner: Any = WorkerInfo(id=0, num_workers=2, seed=0, dataset=None, worker_method="thread")
-
-    def act() -> None:
-        assert get_worker_info() is None
-        torchs._worker_info = inner
-        assert get_worker_info() is inner
-
-    class Forking(Numbers):
-        def __getitem__(self, index: int) -> int:
-            outer = get_worker_info()
-            assert outer is not None
-            assert in_a_fork(act) == 0
-            assert get_worker_info() is outer
-            return index
-
-    assert flat(DataLoader(Forking(2), num_workers=1, backend="threads")) == [0, 1]
 
 
 METHOD = "fork" if FORK else "spawn"

@@ -172,19 +172,6 @@ def test_under_a_quota_the_work_of_the_cgroup_counts(
         assert use.throttled == 0, "the quota is no limit"
 
 
-def test_this_process_is_seen_to_work() -> None:
-    usage = CoreUsage()
-    until = time.thread_time() + 0.1
-    while time.thread_time() < until:
-        pass
-    usage.end()
-    use = usage.use()
-    assert use.cores == limit().cores
-    assert use.own is not None
-    assert 0 < use.own <= len(affinity()) + 0.5
-    assert usage.use(10.0).own > use.own  # type: ignore[operator]
-
-
 # -- seconds of a stage ----------------------------------------------------------------------------
 
 

@@ -98,12 +98,6 @@ def test_short_tasks_are_reported_together(path: Path) -> None:
     assert len(tasks) < reported / 2, "one in 10 ms, besides the ones that a busy machine made long"
 
 
-def test_threads_of_a_worker_have_tracks_of_their_own(path: Path) -> None:
-    trace = loaded(path, num_workers=1, backend="fork", threads_per_worker=3)
-    assert trace.named("sample")
-    assert len({event["tid"] for event in trace.named("sample")}) > 1
-
-
 def test_several_loaders_and_epochs_have_names_of_their_own(path: Path) -> None:
     with hybridloader.observe.trace(path):
         one = DataLoader(Work(8), 4, num_workers=1, backend="threads")
@@ -181,18 +175,6 @@ def test_what_is_refused_begins_no_trace(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="has begun before"):
         outer.__enter__()
     assert not (tmp_path / "b.json").exists()
-
-
-def test_a_loader_within_a_worker_is_not_in_the_trace(path: Path) -> None:
-    """A forked worker has the parent's trace in its memory."""
-
-    class Nested(Work):
-        def __getitem__(self, index: int) -> Any:
-            return next(iter(DataLoader([super().__getitem__(index)], num_workers=0)))  # type: ignore[arg-type]
-
-    trace = loaded(path, Nested(8), num_workers=1, backend="fork")
-    assert {event["pid"] for event in trace.named("next()")} == {os.getpid()}
-    assert len(trace.named("next()")) == 3
 
 
 # -- pipelines, and torch.profiler ------------ ------------------------------------------------------

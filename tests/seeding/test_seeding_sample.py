@@ -23,7 +23,6 @@ from support.random_datasets import (
     replacement,
     states,
 )
-from torch.utils.data import TensorDataset
 
 import hybridloader
 from hybridloader import DataLoader, Replace, Retry, SampleSeeding
@@ -143,15 +142,6 @@ def test_no_more_is_drawn_from_the_callers_generators_than_by_torch(
 
     backend = {"backend": "threads"} if workers else {}
     assert after(seeding=seeding, **backend) == after(**backend)
-
-
-def test_what_draws_nothing_is_what_it_was() -> None:
-    data = TensorDataset(torch.arange(20), torch.rand(20, 3))
-    plain = list(DataLoader(data, 6, num_workers=1, backend="threads"))
-    for options in ({}, {"on_error": "skip"}):
-        seeded = DataLoader(data, 6, num_workers=1, backend="threads", seeding="sample", **options)
-        for one, other in zip(plain, seeded, strict=True):
-            assert all(map(torch.equal, one, other))
 
 
 # -- faults ------------------------------------------------------------------------------------------

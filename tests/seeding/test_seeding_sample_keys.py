@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 import os
 import pathlib
 import subprocess
@@ -129,12 +128,16 @@ def test_they_are_pinned() -> None:
 PINNED = "789af5e82ad08d5b54511b0551aff807c2fc3cb4a84f9b9b4c9f18d965a181b6"
 
 
-def test_every_bit_of_neighbors_is_unrelated() -> None:
-    """Over 4,096 pairs of neighbors, each of 256 bits differs in half of them: 5.5 sigma, all bits."""
-    found = digests(4097)
-    differing = np.zeros(256)
-    for one, other in itertools.pairwise(found):
-        mixed = bytes(a ^ b for a, b in zip(one, other, strict=True))
-        differing += np.unpackbits(np.frombuffer(mixed, np.uint8))
-    sigma = (4096 / 4) ** 0.5
-    assert np.abs(differing - 2048).max() < 5.5 * sigma
+@pytest.mark.parametrize("before", [False, True])
+def test_a_function_of_a_later_epoch_has_the_seeds_of_that_epoch(before: bool) -> None:
+    """Whether it, and the worker, have drawn in an earlier epoch or not."""
+    stages = ("", "()/1")
+    rng = SampleRng(Origin(7, stages=stages), 0)
+    if before:
+        rng.digest(SAMPLE, b"key")
+        rng.for_function(1).digest(SAMPLE, b"key")
+    rng.begin(3)
+    for number in (0, 1):
+        fresh = SampleRng(Origin(7, 3, stages), 0, number)
+        found = rng if number == 0 else rng.for_function(number)
+        assert found.digest(SAMPLE, b"key") == fresh.digest(SAMPLE, b"key")

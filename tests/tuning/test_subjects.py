@@ -196,17 +196,6 @@ def test_pipelines_that_are_joined_keep_their_workers() -> None:
         run.close()
 
 
-def test_steps_of_one_name_have_numbers() -> None:
-    pipe = numbers().map(double).batch(1, collate_fn=sum).map(double)
-    subject = subject_of(pipe)
-    assert [stage.name for stage in subject.stages] == ["map(double)", "map(double) #2"]
-    with subject.open((Place("threads", 1),) * 2, 60) as running:
-        next(running)
-        assert None not in running.stages()
-    moved = subject.apply((Place("threads", 2), INLINE))
-    assert [step.name for step in moved.operators] == [step.name for step in pipe.operators]
-
-
 def test_auto_in_a_joined_pipeline_is_refused_before_anything_runs() -> None:
     pipe = Pipeline.zip(numbers(), numbers().map(double, **AUTO))
     with pytest.raises(ValueError, match=r"map\(double\) has 'auto'.* join pipeline.settled\(\)"):
@@ -224,3 +213,14 @@ def test_a_pipeline_with_auto_chooses_before_it_is_joined(
         "hybridloader: Pipeline uses map(double)",
         "hybridloader: Pipeline uses map(str)",
     ]
+
+
+def test_steps_of_one_name_have_numbers() -> None:
+    pipe = numbers().map(double).batch(1, collate_fn=sum).map(double)
+    subject = subject_of(pipe)
+    assert [stage.name for stage in subject.stages] == ["map(double)", "map(double) #2"]
+    with subject.open((Place("threads", 1),) * 2, 60) as running:
+        next(running)
+        assert None not in running.stages()
+    moved = subject.apply((Place("threads", 2), INLINE))
+    assert [step.name for step in moved.operators] == [step.name for step in pipe.operators]
