@@ -7,19 +7,16 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from functools import cache, partial, reduce
-from itertools import chain, count
-from operator import and_
-from types import MappingProxyType
+from functools import cache, partial
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple, NoReturn
-from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.text import flag, warn_once, whole
 from hybridloader.errors import SourceError
-from hybridloader.sources.files import Root, Urls, list_files
+from hybridloader.sources.files import Urls, list_files
 from hybridloader.sources.per_worker import PerWorker
 from hybridloader.sources.shards import AHEAD, Fetched, Shards
 from hybridloader.sources.shards import CACHE as DISK
@@ -274,8 +271,6 @@ class ParquetFile(NamedTuple):
     store: Store
     path: str
     stamp: Stamp
-    folders: Mapping[str, Any] = MappingProxyType({})
-    """Columns in the names of its folders: pyarrow scalars by name."""
     number: int = 0  # number of the file in the table: files of two archives may have the same path
 
     @property
@@ -301,30 +296,13 @@ class ParquetFile(NamedTuple):
                     )
                 remote = _RemoteFile(self.store, self.path, self.stamp.size)
                 source = pyarrow.PythonFile(remote, mode="r")
-            fields = (
-                dataset.field(name) == value if value.is_valid else dataset.field(name).is_null()
-                for name, value in self.folders.items()
-            )
-            condition = reduce(and_, fields) if self.folders else None
-            fragment = dataset.ParquetFileFormat().make_fragment(
-                source, partition_expression=condition
-            )
+            fragment = dataset.ParquetFileFormat().make_fragment(source)
             fragment.ensure_complete_metadata()
         except Exception as error:
             if source is not None:
                 source.close()
             self.raise_named(error, what)
         return OpenParquet(self.number, source, fragment, remote)
-
-    def schema(self, fragment: Any) -> Any:
-        """Return the schema that a filter may name: that of the file, and the columns of its folders."""
-        import pyarrow
-
-        schema = fragment.physical_schema
-        for name, value in self.folders.items():
-            if name not in schema.names:
-                schema = schema.append(pyarrow.field(name, value.type))
-        return schema
 
     def raise_named(self, error: Exception, what: str = "") -> NoReturn:
         """Raise `error`, or a hybridloader error in its place, that names the file and `what` of it."""
@@ -471,12 +449,11 @@ class RowGroups:
         return found[group]
 
     def _read(self, file: ParquetFile, group: int, data: Any) -> Columns:
-        import pyarrow
         from pyarrow import parquet
 
         what = f"row group {group}"
         ranges = None if data is None else self.ranges(file, group)
-        names = [name for name in self._columns if name not in file.folders]
+        names = list(self._columns)
         with self._opened(file, what) as (_, source, fragment, remote):
             try:
                 if ranges is not None and remote is not None:
@@ -489,14 +466,8 @@ class RowGroups:
                     table = fragment.subset(row_group_ids=[group]).to_table(
                         columns=names,
                         filter=self._condition,
-                        schema=file.schema(fragment),
                         use_threads=False,
                     )
-                if file.folders:
-                    for name in file.folders.keys() & self._columns:
-                        column = pyarrow.repeat(file.folders[name], len(table))
-                        table = table.append_column(name, column)
-                    table = table.select(self._columns)
             except Exception as error:
                 file.raise_named(error, what)
             finally:
@@ -565,9 +536,6 @@ class _Entry:
 CACHE = 256 << 20  # bytes of decoded row groups that a process keeps
 
 
-_NULL = "__HIVE_DEFAULT_PARTITION__"  # name of a folder for a missing value
-
-
 class _Batch(dict[str, Any]):
     """Batch that was made as a whole. Asked for a sample by its number, it raises an error with the
     remedy."""
@@ -592,12 +560,11 @@ class Parquet(Shards[Any]):
     urls
         Paths or URLs of files, folders or globs, as for `Files`.
     columns
-        Names of the columns to read. Default: all, those that folders name last: ``year=2024/a.parquet``
-        has a column ``year``, of whole numbers if it is one everywhere, else of text.
+        Names of the columns to read. Default: all. Names of folders, as in ``year=2024/a.parquet``, are
+        no columns; a glob of `urls` selects by them.
     filter
         Expression of pyarrow, such as ``pyarrow.dataset.field("label") >= 0``: only such rows are
-        samples. They are counted here, once; row groups whose statistics exclude them are not read. It
-        may name the columns of folders.
+        samples. They are counted here, once; row groups whose statistics exclude them are not read.
     tensors
         True makes a batch in one call: a dict of tensors, gathered together, into shared memory where
         the batch goes to another process. Give the loader ``collate_fn=Parquet.collate_fn``. Columns of
@@ -682,13 +649,12 @@ class Parquet(Shards[Any]):
         self._tensors, self._filter = flag("tensors", tensors), filter
         # As in pyarrow's datasets: Spark and others keep files without rows under such names.
         roots = list_files(urls, storage_options or {}, ignored=("_", "."), retry=retry_seconds)
-        folders, numbers = iter(_folder_columns(roots)), count()
         places = [(root.store, path) for root in roots for path in root.paths]
         stores = (store for store, _ in places)
         stamps = each(lambda place: place[0].stamp(place[1]), places, stores)
         self._files = [
-            ParquetFile(*place, stamp, next(folders), next(numbers))
-            for place, stamp in zip(places, stamps, strict=True)
+            ParquetFile(*place, stamp, number)
+            for number, (place, stamp) in enumerate(zip(places, stamps, strict=True))
         ]
         self.columns: tuple[str, ...] = () if columns is None else tuple(columns)
         groups = self._index(columns is None)
@@ -726,12 +692,11 @@ class Parquet(Shards[Any]):
         for file, (found, counted) in zip(self._files, all_described, strict=True):
             if schema is None:
                 schema = found
-                names = (*schema.names, *(n for n in file.folders if n not in schema.names))
                 if all_columns:
-                    self.columns = names
-                if unknown := [name for name in self.columns if name not in names]:
+                    self.columns = tuple(schema.names)
+                if unknown := [name for name in self.columns if name not in schema.names]:
                     raise ValueError(
-                        f"{file.name} has no column {unknown[0]!r}; it has {', '.join(names)}"
+                        f"{file.name} has no column {unknown[0]!r}; it has {', '.join(schema.names)}"
                     )
             self._check_schema(file, found, schema, all_columns)
             if isinstance(counted, Exception):
@@ -742,8 +707,6 @@ class Parquet(Shards[Any]):
     def _check_schema(self, file: ParquetFile, found: Any, schema: Any, all_columns: bool) -> None:
         first = self._files[0].name
         for name in self.columns:
-            if name in file.folders:
-                continue
             here = found.field(name).type if name in found.names else "missing"
             if here != schema.field(name).type:
                 raise SourceError(
@@ -762,15 +725,14 @@ class Parquet(Shards[Any]):
             counted = [(group.id, group.num_rows) for group in fragment.row_groups]
         else:
             try:
-                schema = file.schema(fragment)
-                left = fragment.subset(filter=self._filter, schema=schema)
-                # Not `count_rows`: for a file whose rows all match, as by its folder, pyarrow 26
-                # counts the file once for each of its row groups.
+                left = fragment.subset(filter=self._filter)
+                # Not `count_rows`: for a file whose rows all match, pyarrow 26 counts the file once for
+                # each of its row groups.
                 counted = [
                     (
                         group.id,
                         fragment.subset(row_group_ids=[group.id])
-                        .to_table(schema=schema, columns=[], filter=self._filter, use_threads=False)
+                        .to_table(columns=[], filter=self._filter, use_threads=False)
                         .num_rows,
                     )
                     for group in left.row_groups
@@ -901,34 +863,6 @@ class Parquet(Shards[Any]):
         from torch.utils.data import default_collate
 
         return default_collate(samples)
-
-
-def _folder_columns(roots: Sequence[Root]) -> list[dict[str, Any]]:
-    """Return the columns in the names of folders: for each file, scalars of pyarrow by name.
-
-    Hive and Spark write them, as ``year=2024/a.parquet``.
-    """
-    import pyarrow
-
-    paths = [(path, root.folder) for root in roots for path in root.paths]
-    found: list[dict[str, Any]] = []
-    for path, folder in paths:
-        pairs = [part.split("=", 1) for part in path[len(folder) :].split("/")[:-1] if "=" in part]
-        found.append({unquote(name): unquote(value) for name, value in pairs})
-        if found[-1].keys() != found[0].keys():
-            here, there = (", ".join(one) or "none" for one in (found[-1], found[0]))
-            raise SourceError(
-                f"{path} has the columns {here} in the names of its folders, and {paths[0][0]} has "
-                f"{there}; pass files with the same columns"
-            )
-    for name in found[0] if found else ():
-        values = [None if one[name] == _NULL else one[name] for one in found]
-        column = pyarrow.array(values, pyarrow.string())
-        with suppress(pyarrow.ArrowInvalid):  # text
-            column = column.cast(pyarrow.int64())
-        for one, value in zip(found, column, strict=True):
-            one[name] = value
-    return found
 
 
 def _follow_each_other(numbers: npt.NDArray[Any]) -> bool:

@@ -248,58 +248,17 @@ def test_nulls_among_numbers_are_told(tmp_path: Path) -> None:
     rows.close()
 
 
-# Columns in the names of folders.
-
-
-@pytest.fixture
-def by_year(tmp_path: Path) -> Path:
-    for place, first in (("year=2023/kind=a%20b", 0), ("year=2024/kind=c", 3)):
-        folder = tmp_path / "years" / place
-        folder.mkdir(parents=True)
-        pq.write_table(pa.table({"x": range(first, first + 3)}), folder / "a.parquet")
-    return tmp_path / "years"
-
-
-def test_folders_name_columns(by_year: Path) -> None:
-    rows = Parquet(by_year)
-    assert rows.columns == ("x", "year", "kind")
-    assert [rows[2], rows[3]] == [
-        {"x": 2, "year": 2023, "kind": "a b"},
-        {"x": 3, "year": 2024, "kind": "c"},
-    ]
+def test_names_of_folders_are_no_columns(tmp_path: Path) -> None:
+    for year in (2023, 2024):
+        folder = tmp_path / f"year={year}"
+        folder.mkdir()
+        pq.write_table(pa.table({"x": [year]}), folder / "a.parquet")
+    rows = Parquet(tmp_path)
+    assert [*rows] == [{"x": 2023}, {"x": 2024}]
     rows.close()
-    years = Parquet(by_year, columns=["year"], tensors=True)
-    assert years.__getitems__([5, 0, 1])["year"].tolist() == [2024, 2023, 2023]
-    years.close()
-    kinds = Parquet(by_year, columns=["kind", "x"])
-    assert [*kinds[0].items()] == [("kind", "a b"), ("x", 0)]
-    kinds.close()
-
-
-def test_a_filter_names_columns_of_folders_which_may_have_no_value(by_year: Path) -> None:
-    def found(condition: Any) -> list[Any]:
-        rows = Parquet(by_year, filter=condition)
-        try:
-            return [row["x"] for row in rows]
-        finally:
-            rows.close()
-
-    assert found(ds.field("year") == 2024) == [3, 4, 5]
-    assert found((ds.field("kind") == "a b") & (ds.field("x") > 0)) == [1, 2]
-    assert found(ds.field("year") < 2000) == []
-    folder = by_year / "year=__HIVE_DEFAULT_PARTITION__" / "kind=d"
-    folder.mkdir(parents=True)
-    pq.write_table(pa.table({"x": range(9, 14)}), folder / "a.parquet", row_group_size=2)
-    assert found(ds.field("year").is_null()) == [9, 10, 11, 12, 13]
-    assert found(ds.field("year").is_valid()) == [*range(6)]
-    assert found(ds.scalar(True)) == [*range(6), *range(9, 14)]
-    rows = Parquet(by_year)
-    assert [row["year"] for row in rows] == [2023] * 3 + [2024] * 3 + [None] * 5
-    rows.close()
-    pq.write_table(pa.table({"x": [9]}), by_year / "z.parquet")
-    with pytest.raises(SourceError, match=r"z\.parquet has the columns none in the names of its"):
-        Parquet(by_year)
-    assert len(Parquet(by_year / "year=2023" / "kind=a%20b" / "a.parquet")) == 3
+    assert len(Parquet(f"{tmp_path}/year=2024/*")) == 1
+    with pytest.raises(ValueError, match="has no column 'year'"):
+        Parquet(tmp_path, columns=["year"])
 
 
 def test_notes_that_others_leave_in_a_folder_are_no_parquet(folder: Path) -> None:
