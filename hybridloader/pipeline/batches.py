@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support import text
-from hybridloader._support.text import function, is_number, short, warn
+from hybridloader._support.text import function, is_number, short
 from hybridloader._support.user_objects import (
     Raised,
     add_note,
@@ -809,10 +809,11 @@ class BatchBy(Operator):
         Maximum number of items in a batch.
     collate_fn, memory
         See `Batch`; ``Pad()`` pads.
-    oversize
-        Treatment of an item that alone costs more than `max_cost`: ``"raise"`` a `ValueError` that names
-        it; ``"skip"`` leaves it out, with one warning and an entry in `Run.skipped`; ``"alone"`` makes a
-        batch of it. `TokenBudgetBatchSampler` has the same words.
+
+    Notes
+    -----
+    An item that alone costs more than `max_cost` is a `ValueError` that names it. A `filter` before
+    leaves such items out; a `cost` of at most `max_cost` makes a batch of each.
     """
 
     cost: Callable[[Any], Any]
@@ -822,7 +823,6 @@ class BatchBy(Operator):
     padded: bool = False
     max_size: int | None = None
     collate_fn: CollateFn | None = None
-    oversize: str = "raise"
     memory: Memory = DEFAULT_MEMORY
 
     begins_anew = marks_inputs = counts_errors = True
@@ -839,7 +839,6 @@ class BatchBy(Operator):
             )
         check_flags(self, "drop_last", "padded")
         settle_whole(self, "max_size", 1, SIZE, optional=True)
-        text.one_of(f"{self.name}: oversize", self.oversize, ("raise", "skip", "alone"))
         check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
@@ -850,13 +849,12 @@ class BatchBy(Operator):
 
 
 class BatchByIterator(_CollatingIterator, NotingIterator):
-    """Iterator of `BatchBy`; calls `left_out` with items that alone cost more than the budget."""
+    """Iterator of `BatchBy`."""
 
     def __init__(self, items: Iterator[Any], rules: BatchBy, context: Context) -> None:
         super().__init__(items, rules, context)
-        self._rules, self._left_out, self._mark = rules, context.left_out, context.mark
+        self._rules, self._mark = rules, context.mark
         # All the mutable state:
-        self._warned = False  # of what is skipped
         self._batch: list[Any] = []
         self._spent: Any = 0  # the sum of its costs, or the largest of them if it will be padded
         self._given, self._taken = context.start, context.first  # batches and errors; items
@@ -892,8 +890,11 @@ class BatchByIterator(_CollatingIterator, NotingIterator):
                 Raised(foreign(error, "batch_by: cost")).throw()
             if type(cost) is not int or cost < 0:
                 cost = _number(cost, item)
-            if cost > budget and not self._takes(item, cost):
-                continue
+            if cost > budget:
+                raise ValueError(
+                    f"batch_by: an item costs {cost}, more than max_cost={budget}: {short(item)}; raise "
+                    "max_cost, or leave such items out by a filter() before"
+                )
             if padded:
                 spent = cost if cost > self._spent else self._spent
                 fits = spent * (len(batch) + 1) <= budget
@@ -911,26 +912,6 @@ class BatchByIterator(_CollatingIterator, NotingIterator):
                 self._batch, self._spent = [], 0
                 break
         return self._collate(batch)
-
-    def _takes(self, item: Any, cost: Any) -> bool:
-        """Return True if an item that no batch has room for is taken all the same."""
-        rules = self._rules
-        if rules.oversize == "alone":
-            return True
-        if rules.oversize == "raise":
-            raise ValueError(
-                f"batch_by: an item costs {cost}, more than max_cost={rules.max_cost}: {short(item)}; "
-                "raise max_cost, or choose oversize='skip' or oversize='alone'"
-            )
-        self._left_out(item, ValueError(f"it costs {cost}, more than max_cost={rules.max_cost}"))
-        if not self._warned:
-            self._warned = True
-            warn(
-                f"batch_by skips items that cost more than max_cost={rules.max_cost}; the first costs "
-                f"{cost}: {short(item)}. The run lists them: `skipped`",
-                "oversize",
-            )
-        return False
 
 
 def _number(cost: Any, item: Any) -> Any:

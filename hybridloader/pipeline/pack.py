@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support import text
-from hybridloader._support.text import is_number, short, warn
+from hybridloader._support.text import is_number, short
 from hybridloader._support.user_objects import counts_as_item
 from hybridloader.running.operator import (
     INFINITE,
@@ -54,10 +54,9 @@ class Pack(Operator):
         padding. ``"first_fit"`` keeps documents whole: each goes to the first of `rows` open rows that
         has room for it. If no row has room, all open rows are returned, in order.
     rows
-        Number of open rows, with ``"first_fit"``. More of them have less padding.
-    oversize
-        With ``"first_fit"``, treatment of a document that is longer than a row: ``"raise"`` a
-        `ValueError` that names it, ``"truncate"`` it, or ``"skip"`` it, which `Run.skipped` lists.
+        Number of open rows, with ``"first_fit"``. More of them have less padding. A document that is
+        longer than a row is then a `ValueError` that names it: a `map` before can truncate such
+        documents, and a `filter` leave them out.
     padding_value
         Value of the padding, in all fields.
     drop_last
@@ -68,7 +67,6 @@ class Pack(Operator):
     row_length: int
     method: str = "split"
     rows: int = 64
-    oversize: str = "raise"
     padding_value: float = 0
     drop_last: bool = False
 
@@ -78,7 +76,6 @@ class Pack(Operator):
         settle_whole(self, "row_length", 1, "give the number of tokens of a row")
         text.one_of(f"{self.name}: method", self.method, ("split", "first_fit"))
         settle_whole(self, "rows", 1, "give the number of rows that are open at a time")
-        text.one_of(f"{self.name}: oversize", self.oversize, ("raise", "truncate", "skip"))
         if not is_number(self.padding_value):
             raise TypeError(
                 f"{self.name}: padding_value must be a number, not {short(self.padding_value)}"
@@ -115,7 +112,7 @@ class _PackIterator(NotingIterator):
 
     def __init__(self, items: Iterator[Any], rules: Pack, context: Context) -> None:
         super().__init__(items)
-        self._rules, self._length, self._left_out = rules, rules.row_length, context.left_out
+        self._rules, self._length = rules, rules.row_length
         self._count = np.arange(max(rules.row_length, 1) + 1, dtype=np.int32)
         saved = context.saved if context.start else None
         # All the mutable state:
@@ -260,7 +257,6 @@ class FirstFitIterator(_PackIterator):
         self._room: list[int] = []  # of each of these
         self._next: _Document | None = None  # the one that had no room
         self._full: deque[list[_Piece]] = deque()
-        self._warned = False
 
     def _origin(self) -> int:
         return self._first
@@ -306,24 +302,10 @@ class FirstFitIterator(_PackIterator):
 
     def _checked(self, number: int, item: Any) -> _Document | None:
         document = super()._checked(number, item)
-        if document is None or document.size <= self._length:
-            return document
-        rules = self._rules
-        if rules.oversize == "truncate":
-            return document._replace(size=self._length)
-        problem = f"it has {document.size} tokens, more than row_length={self._length}"
-        if rules.oversize == "raise":
+        if document is not None and document.size > self._length:
             raise ValueError(
-                f"pack: document {number}: {problem}; pass oversize='truncate' or 'skip', "
-                "or method='split'"
+                f"pack: document {number}: it has {document.size} tokens, more than row_length="
+                f"{self._length}; truncate it by a map() before, leave it out by a filter(), or pass "
+                "method='split'"
             )
-        if number >= self._again:
-            self._left_out(item, ValueError(problem))
-            if not self._warned:
-                self._warned = True
-                warn(
-                    f"pack skips documents of more than row_length={self._length} tokens; the first has "
-                    f"{document.size}. The run lists them: `skipped`",
-                    "oversize",
-                )
-        return None
+        return document

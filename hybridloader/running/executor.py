@@ -23,7 +23,7 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader._support.states import set_epoch, warn_of_few_shards
-from hybridloader._support.text import brief, warn
+from hybridloader._support.text import warn
 from hybridloader._support.torch_env import one_thread_on_this_thread
 from hybridloader._support.user_objects import add_note, has, is_container, no_answer
 from hybridloader.devices.pinning import Pinner
@@ -36,7 +36,7 @@ from hybridloader.engine.scheduler import ReorderLimit, Scheduler, least_busy
 from hybridloader.engine.stage import Stage
 from hybridloader.errors import IteratorClosed, StateError, WorkerPicklingError
 from hybridloader.fetching.collate import with_entries
-from hybridloader.fetching.on_error import ErrorBudget, FailureLog, Skipped
+from hybridloader.fetching.on_error import ErrorBudget, FailureLog
 from hybridloader.fetching.readers import MapFetch, ReadersFetch, WorkFetch
 from hybridloader.fetching.shards import ShardDivision, readers_share_of
 from hybridloader.observe.observation import Observation, Observe
@@ -917,7 +917,6 @@ class OperatorContext:
         executor = of.executor
         self.seed = executor.seed if executor.seeded else None
         self.run_seed = executor.seed
-        self._skipped = executor.failure_log.records
         self._opened = 0
 
     def random(self, seed: int | None) -> random.Random:
@@ -947,11 +946,6 @@ class OperatorContext:
         made = Log(self.epoch, first, value_of)
         self._pass.position.keep(self._node, made)
         return made.add
-
-    def left_out(self, item: Any, error: Exception) -> None:
-        node, log = self._node, self._pass.executor.failure_log
-        shown = item if type(item) in (int, str) else brief(item)
-        log.add(Skipped(shown, error, "", None, node.name, self.epoch), node.path, self._skipped)
 
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
         return self._pass.begun(self._node, items, at, self._begins)

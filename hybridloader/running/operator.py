@@ -373,9 +373,6 @@ class Context(Protocol):
     def drop(self, items: Iterator[Any], at: int) -> Iterator[Any]:
         """Return `items`, which are those from number `at` on, from number `start` on."""
 
-    def left_out(self, item: Any, error: Exception) -> None:
-        """Note that this operator leaves out `item` because of `error`: for `Run.skipped`."""
-
 
 class Operator(ABC):
     """One step of a pipeline; your own is a frozen dataclass with an `open`.

@@ -8,12 +8,12 @@ batches. Both depend on seed and epoch only, so a position is a number of batche
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support.text import flag, one_of, whole
+from hybridloader._support.text import flag, whole
 from hybridloader.sampling.permutation import LARGEST, Permutation
 from hybridloader.sampling.resumable import ResumableSampler, fingerprint, lengths_of
 
@@ -211,8 +211,6 @@ def _bounds(lengths: Ints, buckets: int | list[int] | None) -> Any:
     return np.unique(np.sort(lengths)[at])
 
 
-OVERSIZE = ("raise", "skip", "alone")
-
 _BANDS = 4
 """Bits below the highest bit of a length that determine its band: a band is at most 1/16 wide."""
 
@@ -273,26 +271,18 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
         Maximum number of samples in a batch. None: no limit.
     seed
         From 0 to ``2**64 - 1``. Seed and epoch determine the batches, on every platform.
-    oversize
-        Treatment of a sample that alone costs more than `max_cost`. ``"raise"`` raises a `ValueError`
-        that names the sample; ``"skip"`` leaves it out, in every epoch; ``"alone"`` makes a batch of
-        this sample only. `oversized` is the number of such samples. `Pipeline.batch_by` has the same
-        option.
     shuffle
         Shuffle the samples and the batches. If False, padded batches ascend in length, and packed ones
         are in the order of the indices.
     epoch
         First epoch. Each iteration has different batches; see `ResumableSampler`.
 
-    Attributes
-    ----------
-    oversized : int
-        Samples that alone cost more than the budget.
-
     Raises
     ------
     ValueError
-        A sample costs more than the budget, among others; the message names the first.
+        A sample alone costs more than `max_cost`, among others; the message names the first. Lengths of
+        at most `max_cost`, as by ``numpy.minimum``, make a batch of each such sample; a `Subset` of the
+        dataset leaves them out.
 
     Notes
     -----
@@ -311,7 +301,7 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
     [[0, 1, 2], [3], [4]]
     """
 
-    _STATED = ("seed", "max_cost", "padded", "max_size", "oversize", "shuffle")
+    _STATED = ("seed", "max_cost", "padded", "max_size", "shuffle")
 
     def __init__(
         self,
@@ -321,7 +311,6 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
         padded: bool = True,
         max_size: int | None = None,
         seed: int,
-        oversize: Literal["raise", "skip", "alone"] = "raise",
         shuffle: bool = True,
         epoch: int = 0,
     ) -> None:
@@ -330,23 +319,20 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
         self.max_cost = whole("max_cost", max_cost, 1)
         self.padded = flag("padded", padded)
         self.max_size = None if max_size is None else whole("max_size", max_size, 1)
-        one_of("oversize", oversize, OVERSIZE)
-        self.oversize = oversize
         above = given > self.max_cost
-        self.oversized = int(np.count_nonzero(above))
-        if self.oversized and oversize == "raise":
+        if above.any():
             at = int(above.argmax())
             raise ValueError(
-                f"sample {at} has length {given[at]}, above max_cost={self.max_cost} ({self.oversized} "
-                "such in all); raise max_cost, or choose oversize='skip' or oversize='alone'"
+                f"sample {at} has length {given[at]}, above max_cost={self.max_cost} "
+                f"({np.count_nonzero(above)} such in all); raise max_cost, or clip the lengths to it, "
+                "which makes a batch of each such sample"
             )
-        self._kept = len(given) - (self.oversized if oversize == "skip" else 0)
         costs = np.maximum(given, 1)
         self._costs: Any = None
         if self.padded:
             self._cuts = self._cut_padded(costs)
             return
-        self._classify(above.astype(np.int64) * (oversize == "skip"))  # skipped samples are last
+        self._classify(np.zeros(len(costs), np.int64))
         most = int(costs.max()) if costs.size else 0
         if most * len(costs) > LARGEST - self.max_cost:
             raise ValueError(f"lengths of up to {most} are too long to add up; use a coarser unit")
@@ -355,26 +341,21 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
     def _cut_padded(self, costs: Ints) -> Cuts:
         """Give each sample its class, ascending in length, and cut the classes into batches."""
         distinct, which = _distinct(costs)
-        sizes = np.maximum(self.max_cost // distinct, 1)
+        sizes = self.max_cost // distinct
         if self.max_size is not None:
             sizes = np.minimum(sizes, self.max_size)
-        # All of these are monotonic, so a class ends where one of them changes. Samples above the budget
-        # are separate classes, the last ones, so that they can be left out.
-        marks = sizes, _bands(distinct), distinct > self.max_cost
+        marks = sizes, _bands(distinct)  # both are monotonic, so a class ends where one changes
         new = np.any([np.diff(mark) != 0 for mark in marks], axis=0)
         begins = np.append(True, new)[: len(distinct)]
         counts = self._classify((np.cumsum(begins) - 1)[which])
         first = np.flatnonzero(begins)
-        if self.oversize == "skip":
-            first = first[distinct[first] <= self.max_cost]
-        return _cut_filling(counts[: len(first)], sizes[first])
+        return _cut_filling(counts, sizes[first])
 
     def _cut(self, samples: Ints) -> Cuts:
-        costs = self._costs[samples[: self._kept]]
+        costs = self._costs[samples]
         sums = np.cumsum(costs, dtype=np.int64)
         ends = np.searchsorted(sums, sums - costs + self.max_cost, side="right")
         at = np.arange(len(sums))
-        np.maximum(ends, at + 1, out=ends)  # a sample above the budget is alone
         if self.max_size is not None:
             np.minimum(ends, at + self.max_size, out=ends)
         starts, at_start, jumps = [], 0, memoryview(ends)

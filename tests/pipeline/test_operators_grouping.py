@@ -25,7 +25,7 @@ from support.scripts import (
 )
 from torch.utils.data import default_collate
 
-from hybridloader import Memory, Pipeline
+from hybridloader import Memory
 
 SAMPLES: list[Any] = [
     {"x": torch.full((3,), float(i)), "y": i, "name": f"n{i}", "pair": (i, np.full(2, i))}
@@ -115,8 +115,8 @@ def test_a_collate_fn_that_raises_costs_its_batch_and_no_other(name: str) -> Non
 # -- by a budget ---------------------------------------------------------------------------------
 
 
-def by_cost(**more: Any) -> Step:
-    return steps.batch_by(lambda item: item, 10, collate_fn=list, **more)
+def by_cost() -> Step:
+    return steps.batch_by(lambda item: item, 10, collate_fn=list)
 
 
 def test_an_item_that_alone_costs_too_much_is_an_error_that_names_it() -> None:
@@ -125,22 +125,6 @@ def test_an_item_that_alone_costs_too_much_is_an_error_that_names_it() -> None:
     (error,) = errors_in(found)
     assert isinstance(error, ValueError)
     assert str(error).startswith("batch_by: an item costs 11, more than max_cost=10: 11 (a int)")
-
-
-def test_what_is_skipped_is_counted_and_told_once() -> None:
-    costs = Pipeline.from_iterable([4, 11, 5, 12, 6])
-    with (
-        pytest.warns(UserWarning, match=r"skips items.*the first costs 11: 11") as told,
-        costs.apply(by_cost(oversize="skip")).run(observe=True) as found,
-    ):
-        assert list(found) == [[4, 5], [6]]
-    assert [(record.index, record.stage) for record in found.skipped] == [
-        (11, "batch_by"),
-        (12, "batch_by"),
-    ]
-    assert "it costs 12, more than max_cost=10" in str(found.skipped[1].error)
-    assert sum(stage.faults.skipped for stage in found.stats().stages) == 2
-    assert len(told) == 1
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_documents_are_arrays_tensors_lists_or_dicts_of_them() -> None:
         ({}, "document 1 must be a sequence"),
         (["a"], "document 1 has other than numbers"),
         ({"tokens": [1], "w": [1]}, "document 1 has the fields tokens, w; give all documents the"),
-        ([1, 2, 3, 4], "document 1: it has 4 tokens, more than row_length=3; pass oversize="),
+        ([1, 2, 3, 4], "document 1: it has 4 tokens, more than row_length=3; truncate it"),
     ],
 )
 def test_a_document_that_is_none_is_refused(document: Any, told: str) -> None:
@@ -50,23 +50,12 @@ def test_a_document_that_is_none_is_refused(document: Any, told: str) -> None:
     assert [row["tokens"].tolist() for row in items_in(found)] == [[1, 2, 0]]
 
 
-def test_long_documents_are_truncated_or_skipped() -> None:
-    documents = [[1], [2, 3, 4, 5], [6]]
-    (first, second) = outcome(steps.pack(3, "first_fit", oversize="truncate"), *documents)
-    assert [first["tokens"].tolist(), second["tokens"].tolist()] == [[1, 6, 0], [2, 3, 4]]
-    run = iter(Pipeline.from_iterable(documents).pack(3, "first_fit", oversize="skip"))
-    with pytest.warns(UserWarning, match="pack skips documents of more than row_length=3"):
-        assert [row["tokens"].tolist() for row in run] == [[1, 6, 0]]
-    assert len(run.skipped) == 1
-
-
 def test_parameters_are_checked_and_what_is_left_may_be_dropped() -> None:
     pipe = Pipeline.from_iterable([[1, 2, 3]])
     for arguments, told in [
         ({"row_length": 0}, "pack: row_length must be at least 1"),
         ({"row_length": 4, "method": "best"}, "method must be 'split' or 'first_fit'"),
         ({"row_length": 4, "rows": 0}, "rows must be at least 1"),
-        ({"row_length": 4, "oversize": "alone"}, "oversize must be"),
         (
             {"row_length": 4, "method": "first_fit", "drop_last": True},
             "drop_last is for method='split'",
@@ -131,16 +120,3 @@ def test_a_state_anywhere_resumes_with_few_documents(method: str, rows: int, aga
         assert drained(pipe.run(state=state)) == whole[at:], at
         if at:
             assert len(tokenize.calls) <= 60 - seen + again, at
-
-
-def test_a_skipped_document_is_listed_once() -> None:
-    documents = [[1], [2, 3, 4, 5], [6], [7, 8, 9]]
-    pipe = Pipeline.from_iterable(documents).pack(3, "first_fit", 1, oversize="skip")
-    run = iter(pipe)
-    with pytest.warns(UserWarning, match="pack skips"):
-        next(run)
-    state = saved(run)
-    run.close()
-    left = pipe.run(state=state)
-    assert [row["tokens"].tolist() for row in left] == [[7, 8, 9]]
-    assert len(left.skipped) == 0

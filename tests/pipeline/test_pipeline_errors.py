@@ -111,7 +111,7 @@ WAYS: dict[str, Way] = {
     "counted": lambda pipe, f: pipe.map(f).take(7).skip(0).enumerate().map(lambda pair: pair[1]),
     "rows": lambda pipe, f: pairs(pipe.map(f).zip(pipe.map(abs))),
     "collation": lambda pipe, f: pipe.batch(1, collate_fn=f).map(lambda batch: batch[0]),
-    "a cost": lambda pipe, f: pipe.batch_by(f, 1, oversize="alone", collate_fn=list).map(
+    "a cost": lambda pipe, f: pipe.batch_by(f, 99, max_size=1, collate_fn=list).map(
         lambda batch: batch[0]
     ),
     "a source before a stage": lambda pipe, f: Pipeline.from_iterable(

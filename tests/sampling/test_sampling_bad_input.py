@@ -100,9 +100,8 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: budgeted([3, 10, 4, 11]),
         ValueError,
-        r"sample 1 has length 10, above max_cost=9 \(2 such in all\); raise max_cost, or choose",
+        r"sample 1 has length 10, above max_cost=9 \(2 such in all\); raise max_cost, or clip",
     ),
-    (lambda: budgeted(oversize="drop"), ValueError, "'raise', 'skip' or 'alone', got 'drop'"),
     (
         lambda: budgeted([2**62, 2**62], 2**62, padded=False),
         ValueError,

@@ -109,7 +109,6 @@ def test_samples_and_batches_are_shuffled() -> None:
     st.one_of(st.integers(1, 60), st.integers(1, 10_000), st.just(2**50)),
     st.booleans(),
     st.one_of(st.none(), st.integers(1, 10)),
-    st.sampled_from(["raise", "skip", "alone"]),
     st.booleans(),
     st.integers(0, 3),
 )
@@ -118,7 +117,6 @@ def test_budgets(
     budget: int,
     padded: bool,
     max_size: int | None,
-    oversize: Any,
     shuffle: bool,
     epoch: int,
 ) -> None:
@@ -127,38 +125,35 @@ def test_budgets(
     def make() -> TokenBudgetBatchSampler:
         return TokenBudgetBatchSampler(
             lengths, budget, padded=padded, max_size=max_size, seed=5,
-            oversize=oversize, shuffle=shuffle, epoch=epoch,
+            shuffle=shuffle, epoch=epoch,
         )  # fmt: skip
 
-    if above and oversize == "raise":
+    if above:
         with pytest.raises(ValueError, match=f"sample {min(above)} has length"):
             make()
-        return
+        lengths = [min(length, budget) for length in lengths]
     sampler = make()
     batches = list(sampler)
     again = make()
     assert len(again) == len(batches)
     assert list(again) == batches
-    assert sampler.oversized == len(above)
-    kept = set(range(len(lengths))) - (above if oversize == "skip" else set())
-    assert sorted(flat(batches)) == sorted(kept)
+    assert sorted(flat(batches)) == [*range(len(lengths))]
     for batch in batches:
         assert 1 <= len(batch) <= (max_size or len(lengths))
         sizes = [lengths[index] for index in batch]
         cost = max(sizes) * len(sizes) if padded else sum(sizes)
-        assert cost <= budget or (oversize == "alone" and len(batch) == 1)
+        assert cost <= budget
+        assert len(batch) == 1 or not above & {*batch}
     if not shuffle and not padded:
-        assert batches == one_after_the_other(lengths, sorted(kept), budget, max_size)
+        assert batches == one_after_the_other(lengths, budget, max_size)
 
 
-def one_after_the_other(
-    lengths: list[int], kept: list[int], budget: int, max_size: int | None
-) -> list[list[int]]:
+def one_after_the_other(lengths: list[int], budget: int, max_size: int | None) -> list[list[int]]:
     """Fill batches as far as they go."""
     batches: list[list[int]] = []
-    for index in kept:
+    for index in range(len(lengths)):
         last = batches[-1] if batches else []
-        cost = sum(lengths[i] for i in last) + lengths[index]
+        cost = sum(max(lengths[i], 1) for i in [*last, index])
         if last and cost <= budget and len(last) != max_size:
             last.append(index)
         else:

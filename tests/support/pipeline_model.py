@@ -289,7 +289,7 @@ def first_fit(length: int, most: int) -> Model:
             if what != "item":
                 yield what, item
                 continue
-            document = tokens(item)[:length]
+            document = tokens(item)
             if not document:
                 continue
             fits = [found for found in rows if sum(map(len, found)) + len(document) <= length]
@@ -584,7 +584,6 @@ STEPS: dict[str, tuple[Build, Model, str]] = {
         grouped(by_cost(9, most=2), drop_last=True),
         "l",
     ),
-    "batch_by, alone": (batching("batch_by", cost, 3, oversize="alone"), grouped(by_cost(3)), "l"),
     "bucket_by": (batching("bucket_by", kind, 2), grouped(by_key(kind, lambda key: 2)), "l"),
     "bucket_by, full": (
         batching("bucket_by", kind, SIZES, drop_last=True),
@@ -593,7 +592,7 @@ STEPS: dict[str, tuple[Build, Model, str]] = {
     ),
     "unbatch": (step("unbatch", split=parts), each(parts), "l"),
     "packed": (packing(5), split(5), "l"),
-    "packed whole": (packing(6, "first_fit", 2, "truncate"), first_fit(6, 2), "l"),
+    "packed whole": (packing(8, "first_fit", 2), first_fit(8, 2), "l"),
     "shuffle": (step("shuffle", 4, seed=5), drawn(4, 5), "el"),
     "take": (step("take", 7), take(7), ""),
     "skip": (step("skip", 2), every(2, 1), ""),
