@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from support.platforms import needs_fork
@@ -64,29 +62,6 @@ def test_a_fork_is_refused_after_any_device_was_initialized(
     module.used = False
     with iter(loader) as iterator:  # type: ignore[attr-defined]
         assert next(iterator).tolist() == [0]
-
-
-@needs_fork
-def test_a_backend_from_outside_of_torch_is_named_as_it_is_and_cuda_is_asked_beside_it(
-    module: Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def begin() -> None:
-        with iter(DataLoader(squares(), num_workers=1, backend="fork")):  # type: ignore[arg-type,attr-defined]
-            pass
-
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda *_: SimpleNamespace(type="openreg")
-    )
-    with pytest.raises(BackendUnavailable, match="after openreg was initialized"):
-        begin()
-    module.used = False
-    begin()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(BackendUnavailable, match="after CUDA was initialized"):
-        begin()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
-    begin()  # of a module that can't tell nothing is claimed
 
 
 @pytest.mark.parametrize("backend", ["threads", "inline"])

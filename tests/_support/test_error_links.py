@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridloader import DataLoader, Observe
-from hybridloader.errors import NotReady, SourceError, StateError, StoreError, WorkerTimeout
+from hybridloader.errors import NotReady, SourceError, StateError, StoreError
 
 LINK = "\nSee: hybridloader explain "
 
@@ -40,19 +40,3 @@ def raises_in_on_stats(error: Exception) -> None:
         raise error
 
     list(DataLoader(range(2), observe=Observe(fail)))  # type: ignore[arg-type]
-
-
-@pytest.mark.classes
-def test_a_subclass_has_the_link_of_its_base_or_another_or_none() -> None:
-    class Same(WorkerTimeout):
-        pass
-
-    class Other(WorkerTimeout):
-        anchor = "it-hangs"
-
-    class Bare(WorkerTimeout):
-        anchor = ""
-
-    assert str(Same("late")) == f"late{LINK}workertimeout"
-    assert str(Other("late")) == f"late{LINK}it-hangs"
-    assert str(Bare("late")) == "late"

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from hybridloader import DataLoader, Threads, from_torch, install
+from hybridloader import DataLoader, Threads, from_torch
 from hybridloader.errors import BackendUnavailable
 
 PARAMETERS = set(inspect.signature(DataLoader).parameters)
@@ -47,17 +47,6 @@ def test_workers_are_on_the_backend_and_the_given_loader_is_as_it_was() -> None:
     assert dict(vars(theirs)) == before
     assert theirs._iterator is None
     ours._iterator = None
-
-
-def test_persistent_workers_that_run_stay_with_the_given_loader() -> None:
-    theirs: Any = TorchLoader(Squares(), 2, num_workers=1, persistent_workers=True)
-    with install("threads"):  # torch's would be processes
-        running = iter(theirs)
-        assert len(list(running)) == 4
-    ours = from_torch(theirs, "threads")
-    assert theirs._iterator is running
-    assert iter(ours) is not running
-    theirs._iterator = ours._iterator = None
 
 
 def test_samplers_generator_functions_and_datasets_are_the_same_objects() -> None:

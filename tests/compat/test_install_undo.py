@@ -101,20 +101,6 @@ def test_who_came_after_is_not_undone_but_told_of_and_passes_on_to_torch() -> No
         assert origins(origin_loader()) == THREAD
 
 
-def test_who_came_before_would_be_undone_so_it_is_refused() -> None:
-    with monitoring():
-        with pytest.raises(RuntimeError, match=r"by .*test_install_undo\.monitored already"):
-            install("threads")
-        assert vars(TorchLoader)["_get_iterator"] is monitored
-        uninstall()
-        assert origins(origin_loader(1)) == PROCESS
-    with (
-        mock.patch.object(TorchLoader, "_get_iterator", mock.Mock()),
-        pytest.raises(RuntimeError, match="already"),
-    ):
-        install("threads")
-
-
 def test_who_puts_torchs_own_back_has_undone_it() -> None:
     with install("threads"):
         TorchLoader._get_iterator = TORCHS  # type: ignore[method-assign]

@@ -121,20 +121,6 @@ def test_an_image_becomes_a_tensor_augmented_or_not(cut: Path) -> None:
 # --- training
 
 
-def test_the_network_learns(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(0)
-    files, train, heldout = read_folder(small)
-    loader = hybridloader.DataLoader(
-        Photographs(files, train, augment=True), 3, shuffle=True, seeding="sample"
-    )
-    model = demo.network(2)
-    demo.train(model, loader, 10)
-    losses = re.findall("loss (.*)", capsys.readouterr().out)
-    assert float(losses[-1]) < float(losses[0]) / 4
-    unseen = hybridloader.DataLoader(Photographs(files, heldout, augment=False), 2)
-    assert demo.correct(model, unseen) == 2
-
-
 # --- the whole, and the command line
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridloader.engine.meter import EVERY, Measures, Meter, Metering, RunQueue
+from hybridloader.engine.meter import EVERY, Measures, Meter, Metering
 from hybridloader.testing import FakeClock
 
 
@@ -51,40 +51,6 @@ def test_nothing_is_lost_or_counted_twice(tasks: list[tuple[float, float]]) -> N
         assert min(abs(ended - end) for _, end in worked) <= EVERY + 1e-9, (
             "told late by that at most"
         )
-
-
-class FakeRunQueue:
-    """Run queue of a thread that had no core for the seconds that the test says."""
-
-    without_core = 0.0
-
-    def since(self) -> float:
-        waited, FakeRunQueue.without_core = self.without_core, 0.0
-        return waited
-
-    def close(self) -> None:
-        pass
-
-
-def test_time_of_a_core_and_a_wait_for_one_are_known_of_the_callers_own_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of a task that is looked at, and of the others as of this one; not of what is between them."""
-    monkeypatch.setattr(RunQueue, "here", FakeRunQueue)
-    clock, cpu = FakeClock(1.0), FakeClock()
-    meter = Meter(Metering(cpu, alone=False), clock)
-    assert metered(meter, clock, 0.001) is not None
-    for _ in range(3):
-        FakeRunQueue.without_core = 5.0  # in the training step
-        clock.now, cpu.now = clock.now + 5.0, cpu.now + 0.5
-        meter.begin()
-        began = clock.now
-        cpu.now += 0.02
-        FakeRunQueue.without_core = 0.06
-        clock.now, meter.busy = clock.now + 0.1, meter.busy + 0.1 + 0.1  # another, not looked at
-        told = meter.measure(began, clock.now, clock.now, 0)
-        assert (told.wait_for_core, told.cpu) == (pytest.approx(0.12), pytest.approx(0.04))
-    meter.close()
 
 
 @pytest.mark.parametrize("by_pass", [False, True])

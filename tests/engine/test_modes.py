@@ -202,32 +202,6 @@ def test_workers_that_stay_have_the_modes_in_which_each_epoch_begins(
         loader._iterator.close()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["no_grad in init", "no_grad in a sample"])
-def test_what_a_worker_sets_for_itself_stays(later: bool) -> None:
-    class Sets(Looks):
-        def __getitem__(self, index: int) -> Any:
-            if later:
-                torch.set_grad_enabled(False)
-            return modes()
-
-    def init(worker: int) -> None:
-        torch.set_grad_enabled(False)
-
-    loader = DataLoader(
-        Sets(),
-        4,
-        num_workers=1,
-        backend="threads",
-        persistent_workers=True,
-        collate_fn=as_it_is,
-        worker_init_fn=None if later else init,
-    )
-    for _ in range(2):
-        assert {found[1] for batch in loader for found in batch} == {False}
-    assert torch.is_grad_enabled()
-    loader._iterator.close()  # type: ignore[union-attr]
-
-
 def test_a_thread_changes_no_mode_of_the_process() -> None:
     """torch notes the default device for the process, too, and threads leave in any order."""
     left = threading.Event()

@@ -102,14 +102,6 @@ def test_workers_go_on_behind_a_late_result_up_to_the_limit_and_no_further() -> 
     assert taken == list(range(200))
 
 
-@pytest.mark.parametrize("reorder", [None, ReorderLimit(WORKERS, nbytes=0)])
-def test_without_a_limit_of_its_own_what_waits_counts_as_under_way(
-    reorder: ReorderLimit | None,
-) -> None:
-    workers = Workers(reorder, payload=lambda seq: Sized(1))
-    assert workers.until_asleep() == WINDOW
-
-
 def test_a_slow_consumer_gets_no_more_at_hand_by_being_slow() -> None:
     workers = Workers(ReorderLimit(WORKERS))
     workers.late = False

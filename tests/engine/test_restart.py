@@ -250,15 +250,6 @@ def test_a_shard_is_read_on_behind_what_was_delivered(
     assert replaced == run(tmp_path)
 
 
-def test_readers_of_a_pipeline_go_on_behind_what_was_delivered(tmp_path: Path) -> None:
-    pipe = Pipeline.from_iterable(
-        Shards(Once(tmp_path)), backend="fork", num_workers=2, on_worker_death="restart"
-    )
-    expected = [100 * worker + number for number in range(LENGTH // 2) for worker in range(2)]
-    assert list(pipe.run()) == expected
-    assert len(os.listdir(tmp_path)) == 4
-
-
 def test_stages_replace_their_workers_and_what_went_from_one_to_the_next_is_sent_again(
     tmp_path: Path,
 ) -> None:

@@ -17,7 +17,6 @@ import torch.utils.data
 from support.compat import (
     Numbers,
     Randomized,
-    Watched,
     do_nothing,
     flat,
     keep,
@@ -31,17 +30,6 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 import hybridloader
 from hybridloader import DataLoader, Inline
-
-
-def test_r25_two_loaders_of_threads_do_not_mix_up_their_workers() -> None:
-    two = iter(DataLoader(Watched(6), num_workers=2, backend="threads", collate_fn=keep))
-    one = iter(DataLoader(Watched(6), num_workers=1, backend="threads", collate_fn=keep))
-    for step in range(6):
-        assert next(two) == [(step % 2, 2, "thread")]
-        assert next(one) == [(0, 1, "thread")]
-        assert get_worker_info() is None
-        assert hybridloader.get_worker_info() is None
-
 
 FROZEN = FrozenInstanceError if is_dataclass(WorkerInfo) else RuntimeError  # before torch 2.12
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -41,16 +40,6 @@ class Shards(IterableDataset[str]):
 
     def __iter__(self) -> Iterator[str]:
         raise AssertionError("a loader reads by shards")
-
-
-class Counts(Shards):
-    """Many shards, of one sample each."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(names=[f"{number:05d}.tar" for number in range(count)])
-
-    def read_shard(self, name: str, start: int) -> Iterator[str]:
-        return iter([name][start:])
 
 
 ALL = Counter(f"{name}{number}" for name, size in SIZES.items() for number in range(size))
@@ -185,15 +174,6 @@ def test_errors_of_a_shard_leave_the_other_shards_as_they_are() -> None:
     assert Counter(samples) == Counter(ALL.keys() - lost)
     assert sorted(errors) == [*["OSError"] * 7, "ShardLost", "ValueError"]
     assert refused
-
-
-def test_a_state_of_many_shards_is_small_and_json() -> None:
-    loader = make(Counts(1000), 4, size=7)
-    batches = iter(loader)
-    taken(batches, 80)
-    state = loader.state_dict()
-    state["_hybridloader"]["generators"] = {}  # tensors
-    assert len(json.dumps(state)) < 10_000
 
 
 def test_stateful_dataloader_resumes_with_the_same_workers() -> None:

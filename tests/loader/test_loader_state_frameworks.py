@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -83,15 +82,6 @@ def test_a_state_is_taken_of_the_last_iterator_and_loaded_into_the_next() -> Non
     assert state["_num_yielded"] == 1
     loader.load_state_dict(state)
     assert [len(flat(loader)), len(flat(loader))] == [BATCHES - 1, BATCHES]
-
-
-def test_a_copy_and_a_pickled_loader_begin_at_the_beginning() -> None:
-    loader = make("sequential")
-    _, state = left_after(loader, 2)
-    loader.load_state_dict(state)
-    for other in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
-        assert len(flat(other)) == BATCHES
-    assert len(flat(loader)) == BATCHES - 2
 
 
 # -- epochs ----------------------------------------------------------------------------------------

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.state_cases import Bad
 from torch.utils.data import Dataset
 
-from hybridloader import DataLoader, Skip, StatefulDataLoader, TooManyErrors
+from hybridloader import DataLoader, StatefulDataLoader
 from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
 
 pytestmark = [
@@ -38,30 +36,6 @@ def test_an_epoch_is_told_to_the_pass_that_only_its_state_was_asked_of() -> None
 
 
 # -- passes that do not go as they should ------------------------------------------------------------
-
-
-def test_a_batch_that_an_error_came_before_is_not_lost() -> None:
-    def make() -> DataLoader:
-        return DataLoader(Bad(), 4, on_error=Skip(max_failures=2))
-
-    whole = []
-    iterator, raised = iter(make()), 0
-    while True:
-        try:
-            whole.append(next(iterator).tolist())
-        except StopIteration:
-            break
-        except TooManyErrors:
-            raised += 1
-    assert raised == 3
-    loader = make()
-    iterator, taken = iter(loader), []
-    with pytest.raises(TooManyErrors):
-        taken.extend(batch.tolist() for batch in iterator)
-    state = json.loads(json.dumps(loader.state_dict()))
-    other = DataLoader(Bad(), 4, on_error="skip")
-    other.load_state_dict(state)
-    assert taken + [batch.tolist() for batch in other] == whole
 
 
 class Held(Dataset[int]):

@@ -237,27 +237,6 @@ def test_a_loop_that_runs_ahead_of_its_device_reserves_the_memory_of_few_batches
     assert [read[::16] for read in seen] == [bytes([k, k + 1]) for k in (0, 2, 4, *range(0, 80, 2))]
 
 
-# -- epochs ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("backend", "dataset"), [("threads", Stream()), ("fork", Rows())])
-def test_persistent_workers_go_on_after_an_early_break_with_another_thread(
-    backend: str, dataset: Any
-) -> None:
-    fake = FakeAccelerator(manual=False)
-    loader = DataLoader(
-        dataset, 2, num_workers=2, backend=backend, persistent_workers=True, device=fake
-    )
-    whole = [first_of(batch) for batch in loader]
-    workers = list(loader._iterator._workers)  # type: ignore[union-attr]
-    for taken in (1, 3):
-        iterator = iter(loader)
-        assert [first_of(next(iterator)) for _ in range(taken)] == whole[:taken]
-    assert [first_of(batch) for batch in loader] == whole
-    assert list(loader._iterator._workers) == workers  # type: ignore[union-attr]
-    assert all(worker.is_alive() for worker in workers)
-
-
 # -- states ----------------------------------------------------------------------------------------
 
 
@@ -330,3 +309,21 @@ def test_the_cpu_is_where_batches_are_and_takes_no_thread() -> None:
     assert not runs(TO_THREAD)
     assert first_of(next(iterator)) == [0]
     iterator.close()
+
+
+@pytest.mark.parametrize(("backend", "dataset"), [("threads", Stream()), ("fork", Rows())])
+def test_persistent_workers_go_on_after_an_early_break_with_another_thread(
+    backend: str, dataset: Any
+) -> None:
+    fake = FakeAccelerator(manual=False)
+    loader = DataLoader(
+        dataset, 2, num_workers=2, backend=backend, persistent_workers=True, device=fake
+    )
+    whole = [first_of(batch) for batch in loader]
+    workers = list(loader._iterator._workers)  # type: ignore[union-attr]
+    for taken in (1, 3):
+        iterator = iter(loader)
+        assert [first_of(next(iterator)) for _ in range(taken)] == whole[:taken]
+    assert [first_of(batch) for batch in loader] == whole
+    assert list(loader._iterator._workers) == workers  # type: ignore[union-attr]
+    assert all(worker.is_alive() for worker in workers)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from support.sampler_loaders import time_states
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from hybridloader import DataLoader, StateError, StatefulDataLoader, Threads
+from hybridloader import StateError, StatefulDataLoader, Threads
 
 COPIES = Threads(copy_dataset=True)
 BACKENDS = pytest.mark.parametrize("backend", ["fork", COPIES], ids=["fork", "threads"])
@@ -178,38 +177,6 @@ def test_a_state_is_plain_json_and_a_copy(dataset: type, backend: Any) -> None:
     assert again.state_dict() == json.loads(text)
     assert [[s[:2] for s in b] for b in again] == [[s[:2] for s in b] for b in rest]
     assert [[s[:2] for s in b] for b in taken + rest] == [[s[:2] for s in b] for b in whole]
-
-
-@pytest.mark.parametrize(
-    ("kind", "backend"), [(StatefulDataLoader, COPIES), (DataLoader, COPIES), (DataLoader, "fork")]
-)
-def test_workers_that_stay_take_their_datasets_into_the_next_epoch(kind: Any, backend: Any) -> None:
-    def made() -> Any:
-        return kind(
-            Stream(),
-            2,
-            num_workers=2,
-            collate_fn=same,
-            persistent_workers=True,
-            backend=backend,
-        )
-
-    loader = made()
-    epochs = [list(loader) for _ in range(2)]
-    state = pickle.loads(pickle.dumps(loader.state_dict()))
-    third = list(loader)
-    assert [sample[2] for batch in third for sample in batch] == [2] * 7
-    other = made()
-    other.load_state_dict(state)
-    assert list(other) == third
-    # And before a worker has told anything in an epoch.
-    iterator = iter(loader)
-    first = next(iterator)
-    between = loader.state_dict()
-    other = made()
-    other.load_state_dict(between)
-    assert [first, *other] == [first, *iterator]
-    assert epochs[0] != epochs[1]
 
 
 def test_before_any_pass_the_first_one_is_begun_and_is_then_given() -> None:

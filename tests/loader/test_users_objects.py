@@ -1,4 +1,4 @@
-"""What users bring along: iterators they keep, mocks, contexts, attributes of their own subclasses."""
+"""What users bring along: iterators they keep, wrappers, contexts, attributes of their subclasses."""
 
 from __future__ import annotations
 
@@ -63,39 +63,6 @@ def test_a_generator_that_nobody_keeps_ends_with_the_pass(options: dict[str, Any
         next(it)
         it.close()
         assert data.events == ["opened", "closed"] * number
-
-
-# -- samplers and datasets -------------------------------------------------------------------------
-
-
-class Wrapped:
-    """Wrapper that has `__getitems__` through `__getattr__`, where torch finds it."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-
-class Declined(Numbers):
-    __getitems__ = None
-
-
-class Together(Numbers):
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return [10 * index for index in indices]
-
-
-def test_getitems_of_a_wrapper_is_found_where_torch_finds_it() -> None:
-    data: Any = Wrapped(Together(4))
-    assert flat(DataLoader(data, 2)) == flat(TorchLoader(data, 2)) == [0, 10, 20, 30]
-    assert flat(DataLoader(Declined(3), 2)) == [0, 1, 2]
 
 
 # -- subclasses and attributes ---------------------------------------------------------------------
@@ -175,3 +142,33 @@ def test_a_context_with_a_process_of_its_own_is_warned_of() -> None:
         assert flat(loader) == [0, 1]
     ordinary: Any = torch.multiprocessing.get_context(METHOD)
     assert flat(DataLoader(Numbers(2), num_workers=1, multiprocessing_context=ordinary)) == [0, 1]
+
+
+class Wrapped:
+    """Wrapper that has `__getitems__` through `__getattr__`, where torch finds it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class Declined(Numbers):
+    __getitems__ = None
+
+
+class Together(Numbers):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [10 * index for index in indices]
+
+
+def test_getitems_of_a_wrapper_is_found_where_torch_finds_it() -> None:
+    data: Any = Wrapped(Together(4))
+    assert flat(DataLoader(data, 2)) == flat(TorchLoader(data, 2)) == [0, 10, 20, 30]
+    assert flat(DataLoader(Declined(3), 2)) == [0, 1, 2]

@@ -113,20 +113,6 @@ def test_threads_of_a_worker_work_side_by_side(backend: str) -> None:
     assert (row.cpu is None) == (backend == "threads"), "of threads within a thread nobody knows"
 
 
-def test_workers_that_share_batches_are_measured_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread counts the samples that it fetched, whichever of them answers."""
-    monkeypatch.setattr("hybridloader.backends.threads._LEAST", 0.0)
-    monkeypatch.setattr("hybridloader.backends.threads._EACH", 0.0)
-    loader = made(backend="threads", num_workers=3)
-    batches = list(loader)
-    assert any(len({thread for *_, thread in batch}) > 1 for batch in batches), "they shared"
-    assert [index for batch in batches for index, *_ in batch] == list(range(BATCHES * SIZE))
-    check(loader.stats(), batches, 3)
-    row = row_of(loader.stats())
-    assert row.cpu is not None
-    assert row.cpu < row.busy / 2, "it sleeps"
-
-
 def test_a_pass_that_is_left_counts_what_was_taken() -> None:
     loader = made(backend="threads", num_workers=2)
     iterator = iter(loader)

@@ -10,10 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.utils.data
 from support.manual_clock import Clock
 
-import hybridloader
 from hybridloader import DataLoader, Observe, Pipeline
 from hybridloader.observe import Stats
 
@@ -91,21 +89,6 @@ def test_each_epoch_begins_anew_and_ends_with_a_call(clock: Clock) -> None:
             with pytest.raises(StopIteration):
                 next(run)
     assert seen[3:] == [4, 8], "once for each epoch"
-
-
-def test_on_any_backend_and_beside_install() -> None:
-    seen = list[Stats]()
-    policy = Observe(seen.append)
-    for others in ({"num_workers": 0, "backend": None}, {"backend": "fork"}, THREADS):
-        made = loader(policy, **others)
-        list(made)
-        assert seen[-1].stages == made.stats().stages
-    with hybridloader.install("threads", observe=policy):
-        list(torch.utils.data.DataLoader(range(12), 2, num_workers=1))  # type: ignore[arg-type]
-    assert [stats.items for stats in seen] == [6] * 4
-    for made in (loader(policy), pipeline(policy)):
-        for _ in made:
-            break  # its workers end; the fixture of all tests looks
 
 
 @pytest.mark.parametrize(

@@ -317,23 +317,6 @@ def test_first_tasks_that_explain_nothing_are_not_the_start(how: str) -> None:
     assert "for their first tasks" not in verdict.evidence
 
 
-def test_a_source_that_begins_late_is_no_late_worker() -> None:
-    source = StageRecord("read", "thread", spans=(Span(0.0, 6.0),), source=True)
-    late = stage(first=6.0, full=6.5, load=0.1, spans=(Span(6.0, 6.5, 0.5),))
-    loop = LoopRecord(0.0, 10.0, 40, 6.1, (Wait(0.0, 6.1),), brief=39)
-    verdict = stats_of(Recording((source, late), loop, IDLE)).verdict
-    assert verdict.cause == "start"
-    assert "most of it for read" in verdict.evidence
-    assert "fast enough after" in verdict.advice
-
-
-def test_a_slow_first_batch_is_not_the_start() -> None:
-    """Workers that begin at once, and take long for what fills the prefetch."""
-    slow = stage(first=0.1, full=8.0)
-    loop = LoopRecord(0.0, 10.0, 4, 7.9, (Wait(0.0, 7.9), Wait(8.5, 8.6)), brief=2)
-    assert stats_of(Recording((slow,), loop, IDLE)).verdict.cause == "unknown"
-
-
 @pytest.mark.parametrize(
     "loop",
     [

@@ -97,24 +97,6 @@ def test_they_run_side_by_side_and_find_what_they_would_in_processes_of_their_ow
     assert states() == before
 
 
-def test_an_error_in_one_of_them_leaves_the_others_and_the_generators_alone() -> None:
-    meeting = Meeting(together=True)
-
-    def init(worker: int) -> None:
-        meeting.meet()
-        random.seed(worker)
-        if worker == 1:
-            raise OSError("no such host")
-
-    before = states()
-    with iter(load(Numbers(3), "threads", init)) as iterator:
-        assert next(iterator) == 0
-        with pytest.raises(OSError, match="no such host"):
-            next(iterator)
-        assert next(iterator) == 2
-    assert states() == before
-
-
 class Nested(Dataset[Any]):
     """Each sample is what another loader gives."""
 

@@ -95,15 +95,6 @@ def test_an_iterable_is_seeded_by_worker_and_number(backend: str, workers: int) 
         assert digest(one) == expected(DrawingStream)
 
 
-def test_a_sample_draws_the_same_whatever_is_around_it() -> None:
-    single = dict(run(Drawing(), 1, batch_size=None, collate_fn=None))
-    order = random.Random(5).sample(range(23), 23)
-    for options in ({}, {"batch_size": 1}, {"sampler": order, **on("threads", 2)}):
-        for samples, *_ in run(Drawing(), 1, **options):
-            for index, found in samples:
-                assert single[index] == found
-
-
 def test_epochs_differ_and_so_do_seeds_and_samples() -> None:
     first = [s[1][0] for batch in run(Drawing(), 2) for s in batch[0]]
     other = [s[1][0] for batch in run(Drawing(), 1, seeding=SampleSeeding(8)) for s in batch[0]]

@@ -71,14 +71,6 @@ def test_it_ends_in_time_but_for_one_result(closing: float) -> None:
     assert len(tuning.trials) > 1
 
 
-def test_one_worker_is_chosen_behind_one_lock() -> None:
-    """More workers are slower, so the search must come down from the eight that there are."""
-    tuning = tuned(Scripted((WORKLOADS["one lock"],), (Place("threads", 4),)))
-    assert tuning.plan[0].concurrent == 1
-    assert tuning.before is not None
-    assert tuning.rate > 1.5 * tuning.before
-
-
 def test_a_slow_step_is_kept_up_with_by_the_cheapest_plan() -> None:
     subject = Scripted((WORKLOADS["python"],), (Place("fork", 4),))
     tuning = tuned(subject, step=50.0)
@@ -146,14 +138,6 @@ def test_noise_does_not_decide() -> None:
     swing = itertools.cycle([0.0, 1e-3, 2e-3])
     subject.on_next = lambda plan: setattr(subject.clock, "now", subject.clock.now + next(swing))
     assert price(tuned(subject).plan) <= price((Place("threads", 1),))
-
-
-def test_a_user_s_plan_beyond_the_limits_is_not_tried() -> None:
-    subject = Scripted((WORKLOADS["python"],), (Place("fork", 64),))
-    tuning = tuned(subject)
-    assert (Place("fork", 64),) not in subject.opened
-    assert tuning.before is None
-    assert "beyond the limits: 64 processes, and 4 CPUs" in str(tuning)
 
 
 def test_memory_limits_what_is_in_flight() -> None:
