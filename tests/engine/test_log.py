@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from itertools import islice
 from typing import Any
 
 import pytest
 from support.failing_datasets import Samples
 
-from hybridloader import DataLoader, Pipeline
+from hybridloader import DataLoader
 
 
 @pytest.fixture
@@ -54,22 +53,3 @@ def test_deaths_and_restarts_below_the_level_that_logging_prints_by_default(
     assert told[1] == "stage 'DataLoader': worker 0 was restarted"
     assert max(level for level, _ in messages()) < logging.WARNING
     assert capfd.readouterr() == ("", "")
-
-
-def test_resumes(messages: Any) -> None:
-    loader: Any = DataLoader(range(8), 2, collate_fn=list)
-    next(iter(loader))
-    state = loader.state_dict()
-    loader.load_state_dict(state)
-    assert list(loader) == [[2, 3], [4, 5], [6, 7]]
-    pipe = Pipeline.from_dataset(range(8))
-    with pipe.run() as run:
-        list(islice(run, 3))
-        state = run.state_dict()
-    with pipe.run(state=state) as run:
-        assert list(run) == [3, 4, 5, 6, 7]
-    told = [text for level, text in messages() if level == logging.INFO]
-    assert told == [
-        "loader: resumes in epoch 0 after 1 batches",
-        "pipeline: resumes in epoch 0 after 3 items",
-    ]

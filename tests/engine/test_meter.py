@@ -53,28 +53,6 @@ def test_nothing_is_lost_or_counted_twice(tasks: list[tuple[float, float]]) -> N
         )
 
 
-@pytest.mark.parametrize("by_pass", [False, True])
-def test_a_pass_by_itself_has_nothing_of_the_one_before(by_pass: bool) -> None:
-    clock, cpu = FakeClock(1.0), FakeClock()
-    meter = Meter(Metering(cpu, by_pass=by_pass), clock)
-    meter.open()
-    assert metered(meter, clock, 0.001) is not None
-    cpu.now += 0.002
-    assert metered(meter, clock, 0.002) is None, "it is not due yet"
-    meter.begin_pass()
-    cpu.now += 0.001
-    if by_pass:
-        measures = metered(meter, clock, 0.001)
-    else:
-        clock.now += 1
-        measures = metered(meter, clock, 0.001)
-    assert measures is not None
-    assert measures.busy == pytest.approx(0.001 if by_pass else 0.003)
-    assert measures.cpu == pytest.approx(measures.busy)
-    assert len(measures.spans) == (1 if by_pass else 2)
-    meter.close()
-
-
 def test_parts_of_tasks_that_others_answer_are_told_with_theirs() -> None:
     clock, cpu = FakeClock(5.0), FakeClock()
     helper, answering = Meter(Metering(cpu), clock), Meter(Metering(cpu), clock)

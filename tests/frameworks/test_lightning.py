@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import warnings
@@ -39,7 +38,6 @@ from lightning.fabric.utilities.data import _replace_dunder_methods
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback, ModelCheckpoint
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 pytestmark = [
@@ -209,25 +207,6 @@ def test_losses_equal_those_of_torchs_loader() -> None:
     assert len(wanted) == 2 * BATCHES
     for backend in (*LIKE_TORCHS_PROCESSES, "threads"):
         assert fitted(DataLoader, Augmented(), backend=backend) == wanted
-
-
-@pytest.mark.parametrize("mode", ["max_size_cycle", "sequential"])
-def test_a_combined_loader_of_ours_gives_what_one_of_torchs_gives(mode: str) -> None:
-    def combined(kind: Any, **options: Any) -> CombinedLoader:
-        made = [
-            kind(range(length), 2, num_workers=1, persistent_workers=persistent, **options)
-            for length, persistent in ((4, True), (7, False))
-        ]
-        return CombinedLoader(made, mode)
-
-    def batches(loader: CombinedLoader) -> list[Any]:
-        return [[repr(batch) for batch in loader] for _ in range(2)]
-
-    ours = combined(DataLoader, backend="threads")
-    assert batches(ours) == batches(combined(torch_loader))
-    ours.reset()
-    gc.collect()
-    assert all(loader._iterator is None for loader in ours.flattened)
 
 
 # -- state (R35) -----------------------------------------------------------------------------------

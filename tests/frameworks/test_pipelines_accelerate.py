@@ -77,8 +77,3 @@ def test_what_is_registered_resumes_with_the_model(
 def _fresh() -> None:
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-
-
-def test_batches_of_a_loader_that_is_not_torchs_can_not_be_skipped() -> None:
-    with counted("inline") as loader, pytest.raises(AttributeError, match="dataset"):
-        Accelerator(cpu=True).skip_first_batches(loader, 2)

@@ -133,22 +133,6 @@ def test_a_fresh_process_is_sent_the_loader_whose_method_collates() -> None:
     same(sampled(Nodes, graph(), backend="spawn", **options), wanted)
 
 
-@pytest.mark.parametrize("filter_per_worker", [True, False])
-def test_threads_sample_every_node_once(filter_per_worker: bool) -> None:
-    """They draw from one generator, so which edges they get depends on timing."""
-    data = graph()
-    found = sampled(
-        Nodes, data, num_workers=WORKERS, backend="threads", filter_per_worker=filter_per_worker
-    )
-    for epoch in (found[:5], found[5:]):
-        assert sorted(torch.cat([batch["input_id"] for batch in epoch]).tolist()) == [*range(NODES)]
-    for batch in found:
-        assert torch.equal(batch["x"], data.x[batch["n_id"]])
-        ends = batch["n_id"][batch["edge_index"]]
-        assert data.edge_index is not None
-        assert torch.equal(ends, data.edge_index[:, batch["e_id"]])
-
-
 def dynamic() -> Any:
     return DynamicBatchSampler(graphs(), max_num=12, mode="node", shuffle=True)
 

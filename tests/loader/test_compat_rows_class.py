@@ -24,8 +24,7 @@ from support.compat import (
     quick,
 )
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import IterableDataset, SequentialSampler, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import SequentialSampler, TensorDataset
 
 from hybridloader import DataLoader, Skip, Threads
 from hybridloader.engine import backend_names
@@ -91,51 +90,6 @@ def test_r03_and_r05_what_is_public_are_parameters_that_make_ours_and_torchs_ane
     if loader.num_workers == 0:
         assert loader.prefetch_factor is None
         assert not loader.persistent_workers
-
-
-def lightning_arguments(loader: Any, sampler: Any) -> dict[str, Any]:
-    """Arguments with which Lightning re-creates a loader with another sampler."""
-    attributes = public(loader)
-    attributes["multiprocessing_context"] = loader.multiprocessing_context
-    signature = inspect.signature(loader.__init__).parameters
-    assert not any(p.kind is p.VAR_KEYWORD for p in signature.values())
-    changed = {
-        n for n, p in signature.items() if n in attributes and p.default is not attributes[n]
-    }
-    arguments = {n: v for n, v in attributes.items() if n in changed | {"dataset"}}
-    if isinstance(loader.dataset, IterableDataset):
-        arguments |= {"batch_sampler": None, "sampler": None}
-    else:
-        arguments |= {"sampler": sampler, "shuffle": False, "batch_sampler": None}
-    required = {n for n, p in signature.items() if p.default is p.empty}
-    assert required <= set(arguments)
-    assert set(arguments) <= set(signature)
-    return arguments
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"batch_size": 2, "shuffle": True},
-        {"batch_size": 2, "num_workers": 2, "backend": "threads", "persistent_workers": True},
-        {"batch_size": 2, "num_workers": 1, "multiprocessing_context": "fork"},
-        {"batch_size": 2, "num_workers": 1, "multiprocessing_context": "fork", "backend": "fork"},
-        {"batch_size": 2, "num_workers": 1, "backend": "threads", "threads_per_worker": 2},
-        {"batch_size": 2, "threads_per_worker": 300},
-    ],
-    ids="+".join,
-)
-def test_r04_lightning_recreates_the_loader_with_a_distributed_sampler(
-    options: dict[str, Any],
-) -> None:
-    loader = DataLoader(Numbers(), **options)
-    sampler = DistributedSampler(Numbers(), num_replicas=2, rank=1, shuffle=False)
-    clone = type(loader)(**lightning_arguments(loader, sampler))
-    assert clone.backend == options.get("backend")
-    assert clone.threads_per_worker == options.get("threads_per_worker", 1)
-    assert clone.multiprocessing_context is loader.multiprocessing_context
-    assert clone.sampler is sampler
-    assert flat(clone) == [1, 3, 5, 7]
 
 
 class FastCollate:
@@ -218,23 +172,6 @@ def test_r09_an_iterator_can_not_be_pickled(backend: str) -> None:
         pickle.dumps(iter(loader))
     with pytest.raises(NotImplementedError):
         copy.deepcopy(loader)
-
-
-@pytest.mark.parametrize("backend", [None, "threads"])
-def test_r10_after_the_constructor_only_the_iterator_is_set(backend: str | None) -> None:
-    class Recorded(DataLoader):
-        _replayed: list[str] = []  # noqa: RUF012
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            self._replayed.append(name)
-            super().__setattr__(name, value)
-
-    loader = Recorded(Numbers(), num_workers=1, backend=backend, persistent_workers=True)
-    Recorded._replayed.clear()
-    for _ in range(2):
-        assert flat(loader) == list(range(8))
-    assert len(loader) == 8
-    assert Recorded._replayed == ["_iterator"]
 
 
 class Alike(DataLoader[Any]):

@@ -1,16 +1,17 @@
-"""States of loaders whose order is told late, or comes from more than one place."""
+"""States of loaders whose order is told late, or whose sampler fails."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.state_cases import LENGTH, Ordered
 from torch.utils.data import Dataset
 
-from hybridloader import DataLoader, StatefulDataLoader
+from hybridloader import DataLoader, StateError, StatefulDataLoader
 from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
 
 pytestmark = [
@@ -33,6 +34,54 @@ def test_an_epoch_is_told_to_the_pass_that_only_its_state_was_asked_of() -> None
     loader.state_dict()
     loader.set_epoch(3)
     assert flat(loader) == [ShuffleSampler(12, seed=0, epoch=3).order()[k] for k in range(12)]
+
+
+NUMBERS: Any = range(LENGTH)
+
+
+class Untold(Ordered):
+    """Sampler with both methods, whose `state_dict` raises."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("not on this day")
+
+
+class Locked(Ordered):
+    def state_dict(self) -> dict[str, Any]:
+        return {"lock": threading.Lock()}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "why"), [(Untold, "RuntimeError: not on this day"), (Locked, "cannot pickle")]
+)
+def test_a_sampler_that_cannot_tell_its_state_fails_who_asks_for_it_alone(
+    sampler: type[Ordered], why: str
+) -> None:
+    loader = DataLoader(NUMBERS, 4, sampler=sampler(), num_workers=2, backend="threads")
+    iterator = iter(loader)
+    batches = [next(iterator)]
+    with pytest.raises(StateError, match=rf"the sampler \({sampler.__name__}\) could not.*{why}"):
+        loader.state_dict()
+    assert len([*batches, *iterator]) == 6
+
+
+class Shrunk(Ordered):
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order[self.at : 13])
+
+
+def test_a_sampler_that_gives_less_than_it_gave_is_found_out(every: Callable[[int], None]) -> None:
+    every(9)
+    loader = DataLoader(NUMBERS, 4, sampler=Ordered())
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    other = DataLoader(NUMBERS, 4, sampler=Shrunk())
+    state = loader.state_dict()
+    state["_hybridloader"]["samplers"][1] = "Shrunk"
+    other.load_state_dict(state)
+    with pytest.raises(StateError, match="returned 3 of the 4 items between"):
+        iter(other)
 
 
 # -- passes that do not go as they should ------------------------------------------------------------

@@ -6,7 +6,6 @@ import gc
 import os
 import sys
 import threading
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -220,23 +219,3 @@ def test_a_thread_that_is_stuck_in_foreign_code_holds_up_nobody_for_long() -> No
     assert runs(TO_THREAD)
     assert not any(worker.is_alive() for worker in iterator._workers)
     free.set()
-
-
-def test_a_fork_of_this_process_has_no_thread_and_is_told_so() -> None:
-    iterator = start(DataLoader(Rows(), num_workers=1, backend="threads", device=FakeAccelerator()))
-    next(iterator)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, from 3.12 on
-        pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            next(iterator)
-        except IteratorClosed:
-            iterator.close()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
-    next(iterator)
-    iterator.close()

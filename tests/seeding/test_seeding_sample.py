@@ -16,7 +16,6 @@ from support.random_datasets import (
     DrawingStream,
     DrawingWhole,
     Dying,
-    DyingStream,
     Failing,
     collate,
     digest,
@@ -146,15 +145,6 @@ def test_a_worker_that_was_replaced_draws_the_same(tmp_path: Path) -> None:
     marker2 = tmp_path / "untouched"
     marker2.touch()
     assert digest(found) == digest(run(Dying(marker2), num_workers=0))
-
-
-def test_nor_is_the_rest_of_a_shard_another(tmp_path: Path) -> None:
-    marker, untouched = tmp_path / "died", tmp_path / "untouched"
-    untouched.touch()
-    options: Any = {"num_workers": 2, "batch_size": 2}
-    found = run(DyingStream(marker), backend="fork", on_worker_death="restart", **options)
-    assert marker.exists()
-    assert digest(found) == digest(run(DyingStream(untouched), backend="inline", **options))
 
 
 POLICIES = {

@@ -85,20 +85,6 @@ class Dying(Drawing):
         return super().__getitem__(index)
 
 
-class DyingStream(DrawingStream):
-    """Iterable dataset that kills its worker at one sample."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __iter__(self) -> Iterator[Any]:
-        for number, sample in enumerate(super().__iter__()):
-            if number == 5 and not self.marker.exists():
-                self.marker.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield sample
-
-
 class Failing(Drawing):
     """Raises, after it has drawn, for every fifth sample."""
 

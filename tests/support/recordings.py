@@ -29,10 +29,10 @@ from hybridloader.observe.measures import CoreUsage, StageMeasures
 from hybridloader.observe.observation import SHOWN, Tables
 from hybridloader.observe.stats import LOOP, stats_of
 from hybridloader.observe.tracing import Event, chrome_events
-from hybridloader.observe.verdict import advice_on, for_start, judge, kind_of
+from hybridloader.observe.verdict import advice_on, for_start, judge
 
 __all__ = ["LOOP", "CoreUsage", "CoroutineUse", "Figures", "StoreUse", "advice_on", "between"]
-__all__ += ["for_start", "judge", "kind_of", "length", "percentile", "stall_by_stage", "stats_of"]
+__all__ += ["for_start", "judge", "length", "percentile", "stall_by_stage", "stats_of"]
 __all__ += ["KEPT", "SHOWN", "Event", "KeptBatches", "Reuse", "Tables", "chrome_events", "measure"]
 __all__ += ["within"]
 

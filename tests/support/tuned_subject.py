@@ -15,14 +15,13 @@ from hybridloader.tuning.subjects import (
     LoaderSubject,
     Running,
     Subject,
-    rates_of,
     subject_of,
 )
 from hybridloader.tuning.tune import Tuner, Tuning
 from support.manual_clock import Clock
 
 __all__ = ["INLINE", "Auto", "Empty", "Limits", "LoaderSubject", "Place", "Trial"]
-__all__ += ["Tuner", "Tuning", "choosing", "price", "rates_of", "subject_of"]
+__all__ += ["Tuner", "Tuning", "choosing", "price", "subject_of"]
 """Parts of the inside, which tests of tuning import from here alone."""
 
 
