@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hybridloader._support.text import flag, whole
+from hybridloader._support.text import whole
 from hybridloader.sampling.permutation import key_words
 from hybridloader.sampling.resumable import ResumableSampler, fingerprint, weights_of
 
@@ -23,11 +23,6 @@ RUN = 256
 cache. A draw takes 0.4 us; `numpy.searchsorted` in all sums takes 1.9 us."""
 
 _BUILT_AT_ONCE = 4096 * RUN
-
-
-def _exponent(weights: Floats) -> int:
-    """Return the power of 2 that scales the largest weight to about 1: exact, without overflows."""
-    return -int(np.frexp(weights.max())[1])
 
 
 def uniform_draws(seed: int, epoch: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
@@ -52,7 +47,9 @@ class Sums:
     """
 
     def __init__(self, weights: Floats) -> None:
-        exponent = _exponent(weights)
+        exponent = -int(
+            np.frexp(weights.max())[1]
+        )  # scales the largest to about 1: exact, no overflows
         runs = -(-len(weights) // RUN)
         self._within = np.zeros(runs * RUN)
         for start in range(0, len(weights), _BUILT_AT_ONCE):
@@ -85,7 +82,8 @@ class Sums:
 class WeightedSampler(ResumableSampler[int]):
     """Indices drawn in proportion to their weights, for any number of weights.
 
-    torch's `WeightedRandomSampler` draws a whole epoch at once, from at most 2^24 weights.
+    An index may be drawn again. torch's `WeightedRandomSampler` draws a whole epoch at once, from at
+    most 2^24 weights, and also without replacement.
 
     Parameters
     ----------
@@ -94,67 +92,34 @@ class WeightedSampler(ResumableSampler[int]):
         weight 0 is never drawn.
     num_samples
         Number of draws in an epoch.
-    replacement
-        Allow an index to be drawn again (default). If False, all draws of an epoch are made at once, by
-        exponential keys (Efraimidis and Spirakis, Information Processing Letters 97, 2006). This takes
-        the memory of four arrays as long as `weights`. The draws have the order of sequential drawing.
-        `num_samples` is then at most the number of weights above 0.
     seed
-        From 0 to ``2**64 - 1``. Seed and epoch determine the draws.
+        From 0 to ``2**64 - 1``. Seed and epoch determine the draws, on every platform.
     epoch
         First epoch. Each iteration has different draws; see `ResumableSampler`.
 
     Notes
     -----
-    A weight takes 8 bytes, without replacement 16. Weights below 1e-16 of their sum may count as 0. With
-    replacement the draws are the same on every platform. Without replacement the keys are logarithms,
-    whose last bit may differ between platforms.
+    A weight takes 8 bytes. Weights below 1e-16 of their sum may count as 0.
 
     Examples
     --------
     >>> list(WeightedSampler([0.0, 3.0, 1.0], 8, seed=0))
     [1, 1, 1, 2, 1, 1, 1, 1]
-    >>> sorted(WeightedSampler([0.0, 3.0, 1.0], 2, replacement=False, seed=0))
-    [1, 2]
     """
 
-    _STATED = ("seed", "num_samples", "replacement")
+    _STATED = ("seed", "num_samples")
 
-    def __init__(
-        self,
-        weights: Any,
-        num_samples: int,
-        replacement: bool = True,
-        *,
-        seed: int,
-        epoch: int = 0,
-    ) -> None:
+    def __init__(self, weights: Any, num_samples: int, *, seed: int, epoch: int = 0) -> None:
         given = weights_of(weights)
         super().__init__(len(given), seed, epoch)
         self.num_samples = whole("num_samples", num_samples, 1)
-        self.replacement = flag("replacement", replacement)
         self._fingerprint = fingerprint(given)
-        self._sums: Sums | None = None
-        self._chosen: tuple[int, npt.NDArray[np.int64]] | None = None
-        if self.replacement:
-            self._sums = Sums(given)
-            return
-        self._above = np.flatnonzero(given)
-        if len(self._above) < self.num_samples:
-            raise ValueError(
-                f"num_samples={self.num_samples} without replacement, but only {len(self._above)} of "
-                f"{self._n} weights are above 0; draw fewer, or use replacement=True"
-            )
-        # At least 1e-300, or a time, which is 37 over a rate at most, could overflow.
-        self._rates = np.maximum(np.ldexp(given[self._above], _exponent(given)), 1e-300)
+        self._sums = Sums(given)
 
     def at(self, k: int) -> int:
         """Return the k-th draw of the epoch `self.epoch`."""
         k = whole("k", k, 0, self.num_samples - 1)
         return int(self._read(self.epoch, k, k + 1)[0])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_chosen": None}
 
     def _agreement(self) -> dict[str, Any]:
         return {**super()._agreement(), "weights_crc32": self._fingerprint}
@@ -163,24 +128,4 @@ class WeightedSampler(ResumableSampler[int]):
         return self.num_samples
 
     def _read(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        if self._sums is not None:
-            return self._sums.find(uniform_draws(self.seed, epoch, start, stop))
-        if self._chosen is None or self._chosen[0] != epoch:
-            self._chosen = epoch, self._choose(epoch)
-        return self._chosen[1][start:stop]
-
-    def _choose(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Return the draws of an epoch without replacement.
-
-        Each index gets an exponential random time with its weight as the rate. The indices with the
-        earliest times, in order, are draws without replacement.
-        """
-        n = len(self._rates)
-        times = (uniform_draws(self.seed, epoch, 0, n) + np.uint64(1)) * 2.0**-53
-        np.log(times, out=times)
-        np.negative(times, out=times)
-        np.divide(times, self._rates, out=times)
-        first = np.arange(n)
-        if self.num_samples < n:
-            first = np.argpartition(times, self.num_samples - 1)[: self.num_samples]
-        return self._above[first[np.lexsort((first, times[first]))]]
+        return self._sums.find(uniform_draws(self.seed, epoch, start, stop))

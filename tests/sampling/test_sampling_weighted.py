@@ -59,20 +59,18 @@ def test_a_draw_finds_the_category_that_its_share_of_the_sum_falls_into(
 def test_draws_are_pinned() -> None:
     weights = [1.0, 0.0, 2.5, 4.0]
     assert list(WeightedSampler(weights, 8, seed=1)) == [2, 3, 3, 2, 3, 2, 0, 3]
-    assert list(WeightedSampler(weights, 3, replacement=False, seed=1)) == [3, 2, 0]
     far = WeightedSampler(weights, 2**62, seed=1)
     assert [far.at(k) for k in (2**61, 2**61 + 1, 2**62 - 1)] == [3, 3, 2]
 
 
 def test_at_is_what_iteration_gives() -> None:
-    for replacement in (True, False):
-        sampler = WeightedSampler(range(50), 40, replacement, seed=1)
-        at = [sampler.at(k) for k in range(40)]
-        assert at == list(sampler)
-        assert [sampler.at(k) for k in range(40)] == list(sampler) != at
-        for k in (-1, 40):
-            with pytest.raises(ValueError, match="k must be at"):
-                sampler.at(k)
+    sampler = WeightedSampler(range(50), 40, seed=1)
+    at = [sampler.at(k) for k in range(40)]
+    assert at == list(sampler)
+    assert [sampler.at(k) for k in range(40)] == list(sampler) != at
+    for k in (-1, 40):
+        with pytest.raises(ValueError, match="k must be at"):
+            sampler.at(k)
 
 
 @pytest.mark.parametrize("n", [1, 2, 255, 256, 257, 5000, 1_000_000])
@@ -119,32 +117,6 @@ def test_small_weights_are_not_lost_in_a_large_sum() -> None:
     assert stats.binomtest(upper, 100_000, share).pvalue > BELOW
 
 
-def test_without_replacement_it_is_as_drawing_one_after_the_other() -> None:
-    weights = [1.0, 2.0, 0.0, 3.0, 4.0]
-    sampler = WeightedSampler(weights, 3, replacement=False, seed=1)
-    observed: dict[tuple[int, ...], int] = dict.fromkeys(itertools.permutations((0, 1, 3, 4), 3), 0)
-    for _ in range(5000):
-        observed[tuple(sampler)] += 1
-    expected = []
-    for order in observed:
-        left, p = sum(weights), 1.0
-        for index in order:
-            p *= weights[index] / left
-            left -= weights[index]
-        expected.append(5000 * p)
-    assert stats.chisquare(list(observed.values()), expected).pvalue > BELOW
-
-
-@no_deadline
-@given(some_weights, st.integers(0, 2**64 - 1))
-def test_without_replacement_no_index_comes_twice_nor_one_of_weight_0(
-    weights: list[float], seed: int
-) -> None:
-    above = [index for index, weight in enumerate(weights) if weight]
-    sampler = WeightedSampler(weights, len(above), replacement=False, seed=seed)
-    assert sorted(sampler) == above
-
-
 def test_weights_may_come_in_any_form() -> None:
     plain = list(WeightedSampler([1, 2, 0, 3], 50, seed=1))
     for weights in (
@@ -170,9 +142,7 @@ def test_runs_of_weights_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_weights_that_were_given_are_left_alone() -> None:
     weights = np.array([1.0, 2.0, 0.0, 3.0])
-    for replacement in (True, False):
-        sampler = WeightedSampler(weights, 3, replacement, seed=1)
-        plain, weights[:] = list(sampler), [5.0, 0.0, 1.0, 0.0]
-        sampler.set_epoch(0)
-        assert list(sampler) == plain
-        weights[:] = [1.0, 2.0, 0.0, 3.0]
+    sampler = WeightedSampler(weights, 3, seed=1)
+    plain, weights[:] = list(sampler), [5.0, 0.0, 1.0, 0.0]
+    sampler.set_epoch(0)
+    assert list(sampler) == plain
