@@ -108,8 +108,6 @@ def _cut_each(counts: Ints, size: int, *, drop_last: bool) -> Cuts:
 class BucketBatchSampler(PlannedBatchSampler):
     """Batches of samples of similar length, in random order. Each batch is from one bucket.
 
-    Give either `buckets` or `width`.
-
     Parameters
     ----------
     lengths
@@ -118,10 +116,9 @@ class BucketBatchSampler(PlannedBatchSampler):
         Samples in a batch. The last batch of each bucket may have fewer.
     buckets
         Number of buckets, which then have about as many samples each; or the lengths at which new
-        buckets begin: ``[50, 100]`` makes three, below 50, from 50 to 99, and from 100 on. Samples of
-        the same length are in the same bucket.
-    width
-        Number of lengths in a bucket: ``10`` makes 0 to 9, 10 to 19, and so on.
+        buckets begin: ``[50, 100]`` makes three, below 50, from 50 to 99, and from 100 on, and
+        ``range(10, 500, 10)`` one for each ten lengths. Samples of the same length are in the same
+        bucket.
     seed
         From 0 to ``2**64 - 1``. Seed and epoch determine the batches, on every platform.
     drop_last
@@ -148,19 +145,18 @@ class BucketBatchSampler(PlannedBatchSampler):
     >>> sampler = BucketBatchSampler([5, 90, 6, 91, 7], 2, buckets=[50], seed=0)
     >>> sorted(len(batch) for batch in sampler)
     [1, 2, 2]
-    >>> list(BucketBatchSampler([5, 90, 6, 91, 7], 2, width=50, seed=0, shuffle=False))
+    >>> list(BucketBatchSampler([5, 90, 6, 91, 7], 2, buckets=[50], seed=0, shuffle=False))
     [[0, 2], [4], [1, 3]]
     """
 
-    _STATED = ("seed", "batch_size", "buckets", "width", "drop_last", "shuffle")
+    _STATED = ("seed", "batch_size", "buckets", "drop_last", "shuffle")
 
     def __init__(
         self,
         lengths: Any,
         batch_size: int,
         *,
-        buckets: int | Sequence[int] | None = None,
-        width: int | None = None,
+        buckets: int | Sequence[int],
         seed: int,
         drop_last: bool = False,
         shuffle: bool = True,
@@ -170,19 +166,9 @@ class BucketBatchSampler(PlannedBatchSampler):
         super().__init__(given, seed, epoch, shuffle)
         self.batch_size = whole("batch_size", batch_size, 1)
         self.drop_last = flag("drop_last", drop_last)
-        if (buckets is None) == (width is None):
-            raise ValueError(
-                "give either buckets= (a number, or the lengths at which they begin) or width=, got "
-                f"buckets={buckets!r} and width={width!r}"
-            )
-        self.width = None if width is None else whole("width", width, 1)
-        self.buckets = None if buckets is None else _buckets(buckets)
-        if self.width is not None:
-            classes: Any = given // self.width
-            if given.size and int(classes.max()) > max(len(given), 2**16):
-                classes = np.unique(classes, return_inverse=True)[1]
-        else:
-            classes = np.searchsorted(_bounds(given, self.buckets), given, side="right")
+        self.buckets = _buckets(buckets)
+        bounds = _bounds(given, self.buckets)
+        classes: Any = np.searchsorted(bounds, given, side="right")
         counts = self._classify(classes)
         self._cuts = _cut_each(counts, self.batch_size, drop_last=self.drop_last)
         self.left_out = len(given) - int((self._cuts.ends - self._cuts.starts).sum())
@@ -202,10 +188,10 @@ def _buckets(buckets: Any) -> int | list[int]:
     return bounds
 
 
-def _bounds(lengths: Ints, buckets: int | list[int] | None) -> Any:
+def _bounds(lengths: Ints, buckets: int | list[int]) -> Any:
     """Return the lengths at which new buckets begin, without the first bucket."""
     if not isinstance(buckets, int):
-        return buckets or []
+        return buckets
     number = min(buckets, len(lengths))
     at = [len(lengths) * i // number for i in range(1, number)]
     return np.unique(np.sort(lengths)[at])
