@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -16,7 +16,6 @@ from hybridloader._support.user_objects import (
     add_note,
     close,
     counts_as_item,
-    foreign,
     has,
     no_answer,
     repr_of,
@@ -296,8 +295,6 @@ class ZipIterator(JoinIterator):
 # them has something first. An error of one of them is raised where its item would have been returned.
 # The operators that join items by their numbers are in `rows`.
 
-Weights = Sequence[float] | Callable[[int], Sequence[float]] | None
-
 
 @dataclass(frozen=True)
 class Concat(Join):
@@ -352,14 +349,12 @@ class _InTurn(Join):
 class _TurnIterator(JoinIterator):
     """Base of the iterators over pipelines in turn; notes whose items were given."""
 
-    def __init__(
-        self, pipelines: Sequence[Chain], context: Context, without: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, pipelines: Sequence[Chain], context: Context) -> None:
         saved = context.saved if context.start else None
-        begins: Any = ([0] * len(pipelines), without, 0, 0) if saved is None else saved.value
+        begins: Any = ([0] * len(pipelines), [], 0, 0) if saved is None else saved.value
         # All the mutable state:
         self._counts = [*begins[0]]  # items, and errors in their places, of each
-        self._over = [*begins[1]]  # those that are not in this pass, then those that have ended
+        self._over = [*begins[1]]  # those that have ended
         self._last, self._in_a_row = begins[2:]  # the one that has given last, and how many since
         self._alive = [number for number in range(len(pipelines)) if number not in self._over]
         super().__init__(
@@ -424,8 +419,7 @@ class Mix(_InTurn):
     pipelines
         At least one.
     weights
-        Frequency of each, in proportion to the others; None draws all alike. Or a function from the
-        number of the epoch, from 0, to these, in which 0 leaves a pipeline out of that epoch.
+        Frequency of each, in proportion to the others; None draws all alike.
     seed
         None takes the seed of the run.
     stop
@@ -439,7 +433,7 @@ class Mix(_InTurn):
     its weight asks for until ``large`` ends.
     """
 
-    weights: Weights = None
+    weights: Sequence[float] | None = None
     seed: int | None = None
     stop: str = "all"
 
@@ -447,11 +441,11 @@ class Mix(_InTurn):
         super().__post_init__()
         settle_whole(self, "seed", 0, SEED, optional=True)
         one_of(f"{self.name}: stop", self.stop, ("all", "first"))
-        if self.weights is not None and not callable(self.weights):
-            settle(self, weights=self._checked(self.weights, above=True))
+        if self.weights is not None:
+            settle(self, weights=self._checked(self.weights))
 
-    def _checked(self, weights: Any, *, above: bool = False) -> tuple[float, ...]:
-        """Return weights as a tuple. Raises `TypeError` or `ValueError`; `above` refuses 0."""
+    def _checked(self, weights: Any) -> tuple[float, ...]:
+        """Return weights as a tuple. Raises `TypeError` or `ValueError`."""
         try:
             found = tuple(weights)
         except TypeError:
@@ -466,32 +460,18 @@ class Mix(_InTurn):
                 raise TypeError(
                     f"{self.name}: weights[{number}] must be a number, not {short(weight)}"
                 )
-            if not 0 <= weight < math.inf or (above and not weight):
+            if not 0 < weight < math.inf:
                 raise ValueError(
-                    f"{self.name}: weights[{number}] must be {'above 0' if above else '0 or more'} and "
-                    f"finite, not {weight}; leave out a pipeline that is never to be drawn"
+                    f"{self.name}: weights[{number}] must be above 0 and finite, not {weight}; leave "
+                    "out a pipeline that is never to be drawn"
                 )
-        if not any(found):
-            raise ValueError(f"{self.name}: weights are all 0; let one of them be above 0")
         return tuple(map(float, found))
 
-    def _weights_of(self, epoch: int) -> tuple[float, ...]:
-        if not callable(self.weights):
-            return tuple(self.weights or (1.0,) * len(self.pipelines))
-        try:
-            return self._checked(self.weights(epoch))
-        except Exception as error:
-            add_note(error, f"{self.name}: weights({epoch})")
-            Raised(foreign(error, f"{self.name}: weights")).throw()
-
     def start(self, context: Context) -> Iterator[Any]:
-        weights = self._weights_of(context.epoch)
-        return MixIterator(self, context, weights)
+        return MixIterator(self, context)
 
     def length(self, upstream: Length) -> Length:
         lengths = self.lengths
-        if callable(self.weights) and len(lengths) > 1 and INFINITE not in lengths:
-            return None  # an epoch may be without some of them
         if self.stop == "all" or len(lengths) == 1:
             return sum_of(lengths)
         return INFINITE if set(lengths) == {INFINITE} else None
@@ -500,13 +480,12 @@ class Mix(_InTurn):
 class MixIterator(_TurnIterator):
     """Iterator of `Mix`."""
 
-    def __init__(self, join: Mix, context: Context, weights: tuple[float, ...]) -> None:
-        without = [number for number, weight in enumerate(weights) if not weight]
-        super().__init__(join.pipelines, context, without)
-        self._first, self._weights = join.stop == "first", weights
+    def __init__(self, join: Mix, context: Context) -> None:
+        super().__init__(join.pipelines, context)
+        self._first = join.stop == "first"
+        self._weights = join.weights or (1.0,) * len(join.pipelines)
         self._draw = context.random(join.seed).random  # see `ShuffleIterator`
-        ended = len(self._over) - len(without)
-        for _ in range(sum(self._counts) + ended):  # each item, and each end, was drawn
+        for _ in range(sum(self._counts) + len(self._over)):  # each item, and each end, was drawn
             self._draw()
         self._edges = self._edges_now()  # the only other mutable state
 

@@ -23,7 +23,7 @@ from hybridloader.fetching.readers import MapFetch
 from hybridloader.fetching.shards import names_shards
 from hybridloader.pipeline.batches import Batch, BatchBy, BucketBy, PaddedBatch, Unbatch
 from hybridloader.pipeline.cache import Cache, fingerprint_of_steps, ranks_of_steps
-from hybridloader.pipeline.joins import Concat, Interleave, Mix, Weights, Zip
+from hybridloader.pipeline.joins import Concat, Interleave, Mix, Zip
 from hybridloader.pipeline.order import (
     Enumerate,
     Repeat,
@@ -318,7 +318,7 @@ class Pipeline(Chain):
     def mix(
         self,
         *others: Pipeline,
-        weights: Weights = None,
+        weights: Sequence[float] | None = None,
         seed: int | None = None,
         stop: str = "all",
     ) -> Pipeline:
