@@ -64,8 +64,8 @@ def is_array(value: Any) -> bool:
     return found and value.ndim > 0
 
 
-def samples_of(batch: Any, columns: bool | None, place: str = "the batch") -> Sequence[Any]:
-    """Return the samples of one batch, which errors call `place`; for `columns` see `Unbatch`.
+def samples_of(batch: Any, place: str = "the batch") -> Sequence[Any]:
+    """Return the samples of one batch, which errors call `place`; see `Unbatch`.
 
     Raises `TypeError` if it is no batch, or could be either, and `ValueError` if its columns are of
     different lengths.
@@ -74,24 +74,22 @@ def samples_of(batch: Any, columns: bool | None, place: str = "the batch") -> Se
         return batch.unbind(0) if has(batch, "unbind") else list(batch)
     if isinstance(batch, Mapping):
         names = list(batch)
-        rows = _transposed([batch[name] for name in names], names, columns, place)
+        rows = _transposed([batch[name] for name in names], names, place)
         return [like(batch, dict(zip(names, row, strict=True))) for row in rows]
     if is_named(batch):
-        return [type(batch)(*row) for row in _transposed(batch, batch._fields, columns, place)]
+        return [type(batch)(*row) for row in _transposed(batch, batch._fields, place)]
     if isinstance(batch, (list, tuple)):
-        if columns is None:
-            columns = _holds_columns(batch, place)
-        if columns and any(map(_is_column, batch)):
-            return list(_transposed(batch, range(len(batch)), columns, place))
+        if _holds_columns(batch, place):
+            return list(_transposed(batch, range(len(batch)), place))
         return batch  # also strings, for example, which default_collate leaves in a list
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [field.name for field in dataclasses.fields(batch) if field.init]
-        rows = _transposed([getattr(batch, name) for name in names], names, columns, place)
+        rows = _transposed([getattr(batch, name) for name in names], names, place)
         return [dataclasses.replace(batch, **dict(zip(names, row, strict=True))) for row in rows]
     raise TypeError(
         f"unbatch: {place} can't be split into samples: {short(batch)}; there are rules for tensors, "
-        "arrays, mappings, namedtuples, dataclasses, lists and tuples; for anything else give "
-        "split=, a function from a batch to an iterable of samples"
+        "arrays, mappings, namedtuples, dataclasses, lists and tuples; for anything else use flat_map, "
+        "with a function from a batch to an iterable of samples"
     )
 
 
@@ -108,29 +106,21 @@ def _holds_columns(batch: Sequence[Any], place: str) -> bool:
     raise TypeError(
         f"unbatch: {place}, a {type(batch).__qualname__} of {len(batch)} x "
         f"{type(batch[0]).__qualname__}, all of one dtype and number of dimensions, may be one thing "
-        "for each sample, or columns as default_collate makes of tuples; pass columns=False "
-        "or columns=True"
-    )
-
-
-def _is_column(value: Any) -> bool:
-    return (
-        is_array(value)
-        or isinstance(value, (Mapping, list, tuple))
-        or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+        "for each sample, or columns as default_collate makes of tuples; use flat_map(list), or "
+        "flat_map(lambda batch: zip(*batch))"
     )
 
 
 def _transposed(
-    values: Iterable[Any], names: Iterable[Any], columns: bool | None, place: str
+    values: Iterable[Any], names: Iterable[Any], place: str
 ) -> Iterable[tuple[Any, ...]]:
     named = [f"{place}[{name!r}]" for name in names]
-    split = [samples_of(value, columns, name) for value, name in zip(values, named, strict=True)]
+    split = [samples_of(value, name) for value, name in zip(values, named, strict=True)]
     if len(set(map(len, split))) > 1:
         lengths = ", ".join(f"{name}: {len(rows)}" for name, rows in zip(named, split, strict=True))
         raise ValueError(
-            f"unbatch: columns of different lengths ({lengths}); pass columns=False or columns=True, or "
-            "split=, a function that takes a batch and returns an iterable of samples"
+            f"unbatch: columns of different lengths ({lengths}); use flat_map, with a function "
+            "from a batch to an iterable of samples"
         )
     return zip(*split, strict=True)
 
@@ -330,41 +320,19 @@ class Unbatch(Operator):
     """The samples of every batch, one by one.
 
     Tensors and arrays are split along their first dimension. Mappings, namedtuples and dataclasses
-    are split field by field, and each sample has the same structure. A list or tuple of batched
-    columns, as `default_collate` makes of tuples, becomes tuples; any other becomes its elements.
-    Collated numbers become tensors of no dimension, because their types are not known.
+    are split field by field, and each sample has the same structure. Collated numbers become tensors
+    of no dimension, because their types are not known.
 
-    Parameters
-    ----------
-    columns
-        Contents of lists and tuples, also of those in fields. True: columns. False: one element for
-        each sample. None decides by the elements. Without an array they are samples. Arrays that differ
-        in dtype or in number of dimensions are columns, and so are arrays mixed with other objects.
-        Arrays of one kind could be either, and raise an error.
-    split
-        Function from a batch to an iterable of its samples, instead of these rules.
+    A list or tuple without an array becomes its elements. One of arrays that differ in dtype or number
+    of dimensions, or of arrays and other objects, holds columns, as `default_collate` makes of tuples,
+    and becomes tuples. One of arrays of one kind could be either, and is an error: split it by a
+    `flat_map`.
     """
-
-    columns: bool | None = None
-    _: KW_ONLY
-    split: Callable[[Any], Any] | None = None
 
     begins_anew = makes_several = marks_inputs = counts_errors = True
 
-    def __post_init__(self) -> None:
-        if self.columns is not None:
-            check_flags(self, "columns")
-        if self.split is not None:
-            what = "a function from a batch to an iterable of samples"
-            text.function(f"{self.name}: split", self.split, what)
-            if self.columns is not None:
-                raise ValueError(
-                    f"{self.name}: columns={self.columns} is a rule for splitting, and split= takes "
-                    "the place of all rules; leave one of them out"
-                )
-
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return UnbatchIterator(items, self, context)
+        return UnbatchIterator(items, context)
 
     def length(self, upstream: Length) -> Length:
         return 0 if upstream == 0 else None
@@ -373,9 +341,9 @@ class Unbatch(Operator):
 class UnbatchIterator(OperatorIterator):
     """Iterator of `Unbatch`."""
 
-    def __init__(self, items: Iterator[Any], rules: Unbatch, context: Context) -> None:
+    def __init__(self, items: Iterator[Any], context: Context) -> None:
         super().__init__(items)
-        self._columns, self._split, self._mark = rules.columns, rules.split, context.mark
+        self._mark = context.mark
         # All the mutable state:
         self._samples: Iterator[Any] = iter(())  # what is left of the batch
         self._given, self._taken = context.start, context.first  # samples and errors; batches
@@ -393,13 +361,7 @@ class UnbatchIterator(OperatorIterator):
                     self._taken += counts_as_item(error)
                     raise
                 self._taken += 1
-                if self._split is None:
-                    self._samples = iter(samples_of(batch, self._columns))
-                else:
-                    try:
-                        self._samples = iter(self._split(batch))
-                    except Exception as error:
-                        Raised(foreign(error, "unbatch: split")).throw()
+                self._samples = iter(samples_of(batch))
         except Exception as error:
             self._given += counts_as_item(error)
             raise
@@ -627,7 +589,7 @@ class BucketBy(Operator):
     key
         Function from an item to something hashable.
     batch_size
-        Items in a batch: a number, or a mapping or function from a key to one.
+        Items in a batch: a number, or a function from a key to one, such as the `get` of a dict.
     drop_last
         True drops the batches that are not full.
     collate_fn, memory
@@ -635,7 +597,7 @@ class BucketBy(Operator):
     """
 
     key: Callable[[Any], Any]
-    batch_size: int | Mapping[Any, int] | Callable[[Any], int]
+    batch_size: int | Callable[[Any], int]
     _: KW_ONLY
     drop_last: bool = False
     collate_fn: CollateFn | None = None
@@ -647,13 +609,8 @@ class BucketBy(Operator):
         text.function(
             f"{self.name}: key", self.key, "a function from an item to something hashable"
         )
-        if isinstance(self.batch_size, Mapping):
-            for key, size in self.batch_size.items():
-                text.whole(f"{self.name}: batch_size[{key!r}]", size, 1, instead=SIZE)
-        elif not callable(self.batch_size):
-            settle_whole(
-                self, "batch_size", 1, f"{SIZE}, or a mapping or function from a key to it"
-            )
+        if not callable(self.batch_size):
+            settle_whole(self, "batch_size", 1, f"{SIZE}, or a function from a key to it")
         check_flags(self, "drop_last")
         check_collation(self, self.collate_fn, self.memory)
 
@@ -676,13 +633,6 @@ class BucketBy(Operator):
         """Return the number of items with this key in a batch."""
         if isinstance(self.batch_size, int):
             return self.batch_size
-        if isinstance(self.batch_size, Mapping):
-            if key not in self.batch_size:
-                raise ValueError(
-                    f"{self.name}: batch_size has no entry for the key {key!r}; it has entries for "
-                    f"{short(list(self.batch_size))}; add one, or give a function"
-                )
-            return self.batch_size[key]
         try:
             size = self.batch_size(key)
         except Exception as error:

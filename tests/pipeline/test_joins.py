@@ -107,7 +107,7 @@ UNCOUNTED: list[Callable[[Pipeline], Pipeline]] = [
     lambda pipe: pipe.filter(bool),
     lambda pipe: pipe.flat_map(lambda item: [item]),
     lambda pipe: pipe.shuffle(3),
-    lambda pipe: pipe.unbatch(split=lambda item: [item]),
+    lambda pipe: pipe.map(lambda item: [item]).unbatch(),
     lambda pipe: pipe.cache(),
 ]
 
@@ -197,24 +197,6 @@ def test_a_pipeline_is_opened_in_its_turn_and_one_that_cannot_be_is_passed_over(
     for how in ("zip", "mix", "interleave"):
         with pytest.raises(Oops):
             getattr(opens(0), how)(opens(1), opens(2)).run()
-
-
-def curriculum(epoch: int) -> Any:
-    return [(1, 0, 0), (1, 3, 0), (0, 0, 0), (1, 1), 5][epoch]
-
-
-def test_the_weights_of_a_mix_may_be_those_of_the_epoch() -> None:
-    lines = [Pipeline.from_iterable([letter] * 400) for letter in "abc"]
-    mix = Pipeline.mix(*lines, weights=curriculum, seed=0)
-    assert mix.length is None
-    assert "".join(mix.run(epoch=0)) == "a" * 400
-    found = "".join(mix.run(epoch=1))
-    assert len(found) == 800
-    assert 60 < found[:400].count("a") < 140
-    for epoch, told in [(2, "weights are all 0"), (3, "one number for each of 3"), (4, "not 5")]:
-        with pytest.raises(ValueError, match=told) as failed:
-            list(mix.run(epoch=epoch))
-        assert failed.value.__notes__[0] == f"mix: weights({epoch})"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -20,11 +20,10 @@ INFINITE = float("inf")
 STEPS: dict[str, Step] = {
     "batch": steps.batch(3, collate_fn=list),
     "batch, full": steps.batch(3, drop_last=True, collate_fn=list),
-    "unbatch": steps.unbatch(split=lambda item: [item, item]),
+    "unbatch": lambda pipe: pipe.map(lambda item: [item, item]).unbatch(),
     "batch_by": steps.batch_by(lambda item: 1, 12, collate_fn=list),
     "batch_by, padded": steps.batch_by(lambda item: 1, 4, padded=True, collate_fn=list),
     "bucket_by": steps.bucket_by(type, 2, collate_fn=list),
-    "bucket_by, sizes": steps.bucket_by(type, {int: 2}, collate_fn=list),
     "padded_batch": steps.padded_batch(3, drop_last=True, lengths=True, memory=Memory(limit=0.1)),
     "pack": steps.pack(3),
     "shuffle": steps.shuffle(7, 3),

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.comparison import same
-from support.scripts import Oops, Script, errors_in, items_in, no_deadline, outcome, steps
+from support.scripts import errors_in, items_in, no_deadline, outcome, steps
 from torch.utils.data import default_collate
 
 Point = namedtuple("Point", "x y")
@@ -31,7 +31,7 @@ shapes = st.recursive(
     leaves,
     lambda inner: st.one_of(
         st.dictionaries(st.sampled_from("abc"), inner, min_size=1),
-        st.tuples(inner, inner),
+        st.tuples(st.just(torch.ones(2)), st.just("a"), inner),
         st.builds(Point, inner, inner),
     ),
     max_leaves=6,
@@ -44,7 +44,7 @@ def test_what_default_collate_made_is_taken_apart(sample: Any, count: int) -> No
     if isinstance(sample, str):
         sample = (sample, sample)
     given = [sample] * count
-    same(outcome(steps.unbatch(columns=True), default_collate(given)), given)
+    same(outcome(steps.unbatch(), default_collate(given)), given)
 
 
 def test_every_kind_of_batch() -> None:
@@ -65,25 +65,16 @@ def test_every_kind_of_batch() -> None:
     assert outcome(steps.unbatch(), [], torch.zeros(0, 3), {"x": torch.zeros(0)}, ()) == []
 
 
-def test_what_could_be_either_is_an_error_until_it_is_said() -> None:
+def test_what_could_be_either_is_an_error() -> None:
     """Lengths never decide: else one batch of some size would be taken for the other thing."""
     for first in (2, 3):
         batch = [torch.ones(first, 4), torch.zeros(3, 4)]
         (error,) = outcome(steps.unbatch(), batch)
         assert isinstance(error, TypeError)
-        assert "pass columns=False or columns=True" in str(error)
-        same(outcome(steps.unbatch(columns=False), batch), batch)
-    same(
-        outcome(steps.unbatch(columns=True), [torch.ones(2), torch.zeros(2)]),
-        [(torch.tensor(1.0), torch.tensor(0.0))] * 2,
-    )
+        assert "use flat_map(list), or flat_map(lambda batch: zip(*batch))" in str(error)
     boxes = [torch.ones(2, 4), torch.zeros(2, 4)]
     (error,) = outcome(steps.unbatch(), {"image": torch.ones(2, 8), "boxes": boxes})
     assert "the batch['boxes'], a list of 2 x Tensor" in str(error)
-    same(
-        outcome(steps.unbatch(columns=False), {"image": torch.ones(2, 8), "boxes": boxes}),
-        [{"image": torch.ones(8), "boxes": box} for box in boxes],
-    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +82,7 @@ def test_what_could_be_either_is_an_error_until_it_is_said() -> None:
     [
         (3, TypeError, "the batch can't be split into samples: 3"),
         ("text", TypeError, "'text' .a str.; there are rules for"),
-        (None, TypeError, "give split="),
+        (None, TypeError, "use flat_map, with a function"),
         (deque([1]), TypeError, "can't be split"),
         (torch.tensor(1), TypeError, "can't be split"),
         ({"x": torch.ones(2), "epoch": 3}, TypeError, r"the batch\['epoch'\] can't be split"),
@@ -110,19 +101,3 @@ def test_what_is_no_batch_is_an_error_and_the_next_one_comes(
     assert items_in(found) == [1, 2, 3]
     with pytest.raises(kind, match=told):
         raise errors_in(found)[0]
-
-
-def test_a_function_of_ones_own_may_raise_at_a_batch_and_between_its_samples() -> None:
-    def split(batch: Any) -> Any:
-        if batch == "bad":
-            raise Oops(1)
-        if batch == "end":
-            raise StopIteration
-        if batch == "late":
-            return Script(1, Oops(2), 3)
-        return iter(batch)
-
-    batches = ("ab", "bad", "c", "end", "", "late", "d")
-    found = outcome(steps.unbatch(split=split), *batches)
-    assert type(found.pop(4)) is RuntimeError
-    assert found == ["a", "b", Oops(1), "c", 1, Oops(2), 3, "d"]

@@ -117,7 +117,6 @@ WAYS: dict[str, Way] = {
     "a source before a stage": lambda pipe, f: Pipeline.from_iterable(
         lambda: map(f, range(2, 9))
     ).map(abs, backend="threads", num_workers=1),
-    "a split": lambda pipe, f: pipe.map(lambda item: [item]).unbatch(split=f),
 }
 
 

@@ -538,7 +538,6 @@ def chosen(function: Callable[[Any], bool]) -> Callable[[Any], Iterable[Any]]:
     return lambda item: [item] * function(item)
 
 
-SIZES = {0: 1, 1: 2, 2: 3}
 STEPS: dict[str, tuple[Build, Model, str]] = {
     "map": (on("map", changed), each(one(changed)), ""),
     "map, raise": (on("map", fails_sometimes), each(one(fails_sometimes)), ""),
@@ -586,11 +585,11 @@ STEPS: dict[str, tuple[Build, Model, str]] = {
     ),
     "bucket_by": (batching("bucket_by", kind, 2), grouped(by_key(kind, lambda key: 2)), "l"),
     "bucket_by, full": (
-        batching("bucket_by", kind, SIZES, drop_last=True),
+        batching("bucket_by", kind, size_of, drop_last=True),
         grouped(by_key(kind, size_of), drop_last=True),
         "l",
     ),
-    "unbatch": (step("unbatch", split=parts), each(parts), "l"),
+    "unbatch": (lambda pipe, _: pipe.map(parts).unbatch(), each(parts), "l"),
     "packed": (packing(5), split(5), "l"),
     "packed whole": (packing(8, "first_fit", 2), first_fit(8, 2), "l"),
     "shuffle": (step("shuffle", 4, seed=5), drawn(4, 5), "el"),
