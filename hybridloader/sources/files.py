@@ -8,7 +8,6 @@ copying them.
 from __future__ import annotations
 
 import itertools
-import json
 import operator
 import os
 import re
@@ -22,11 +21,9 @@ import numpy as np
 
 from hybridloader._support.text import flag, seconds
 from hybridloader._support.user_objects import add_note
-from hybridloader.errors import CacheError, SourceError
+from hybridloader.errors import SourceError
 from hybridloader.sources.shards import Shards
-from hybridloader.sources.store import RETRY, Store, fsspec_module, is_local, write_whole
-
-VERSION = 1  # version of a kept listing
+from hybridloader.sources.store import RETRY, Store, fsspec_module, is_local
 
 _RANGE = re.compile(r"(?<!\[)\{([0-9]+\.\.[0-9]+)\}")
 
@@ -77,7 +74,6 @@ def _range(first: str, last: str) -> list[str]:
 def list_files(
     urls: Urls,  # of files; of folders, which end in ``/`` unless they are local; or globs
     options: Mapping[str, Any],  # of fsspec
-    kept: str | None = None,  # local file that keeps the list: read if it is there, else written
     *,
     # Beginnings of names that are left out of a folder, at any depth:
     ignored: tuple[str, ...] = (),
@@ -89,8 +85,7 @@ def list_files(
     fsspec keeps.
 
     Raises `ValueError` if no files are named, and `FileNotFoundError` if a glob or a folder has none, or
-    a local file is not there. Raises `CacheError` if `kept` is no list of these URLs, and `SourceError`
-    if a name leads out of its folder.
+    a local file is not there. Raises `SourceError` if a name leads out of its folder.
     """
     seconds("retry_seconds", retry)
     many = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
@@ -101,8 +96,6 @@ def list_files(
     urls_by_place = dict(zip(places, wanted, strict=True))
     by_place = {place: Store(url, options, retry) for place, url in urls_by_place.items()}
     stores = [by_place[place] for place in places]
-    if kept is not None and os.path.exists(kept):
-        return _read(kept, wanted, stores)
     for store in by_place.values():
         store.forget_listings()
     seen: set[tuple[Store, str]] = set()
@@ -113,10 +106,6 @@ def list_files(
         seen.update((store, path) for path in root.paths)
         paths, sizes = [root.paths[at] for at in fresh], [root.sizes[at] for at in fresh]
         roots.append(root._replace(paths=paths, sizes=sizes))
-    if kept is not None:
-        saved = {"version": VERSION, "roots": [root[:-1] for root in roots]}
-        text = json.dumps(saved, ensure_ascii=False)
-        write_whole(kept, text.encode("utf-8", "surrogateescape"))
     return roots
 
 
@@ -192,23 +181,6 @@ def _leads_around(link: str) -> bool:
     return os.path.commonpath([target, folder]) == target
 
 
-def _read(kept: str, urls: list[str], stores: list[Store]) -> list[Root]:
-    try:
-        with open(kept, encoding="utf-8", errors="surrogateescape") as file:
-            held = json.load(file)
-        if held["version"] != VERSION:
-            raise ValueError(f"it has version {held['version']}, not {VERSION}")
-        roots = [Root._make([*root, one]) for root, one in zip(held["roots"], stores, strict=False)]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CacheError(f"{kept} is not a readable list of files ({error}); delete it") from error
-    if [root.url for root in roots] != urls:
-        raise CacheError(
-            f"{kept} lists {[root.url for root in roots]!r:.200}, not {urls!r:.200}; delete it, or "
-            "name another file"
-        )
-    return roots
-
-
 _AT_ONCE = 4096  # texts that an iterator decodes at a time
 
 
@@ -279,8 +251,9 @@ Decode = Literal["bytes", "text"] | Callable[[bytes], Any]
 class Files(Shards[Any]):
     """A dataset of files: the contents of each are a sample.
 
-    Files are listed once, when this object is made, and workers get the list. Samples have the order of
-    `urls`; within each of these, files are sorted by name.
+    Files are listed once, when this object is made, and workers get the list; a pickle of this object
+    keeps it for the next time. Samples have the order of `urls`; within each of these, files are sorted
+    by name.
 
     Parameters
     ----------
@@ -295,8 +268,6 @@ class Files(Shards[Any]):
     class_from_folder
         True gives pairs of a sample and the number of its class: the name of its folder, the first one
         below the folder or glob of `urls`. `classes` has these names, sorted.
-    index
-        Path of a local file that keeps the list for the next time. Delete it to list again.
     retry_seconds
         Seconds from the first failure of a request within which it is made again, with pauses that
         grow: answers such as 503, timeouts, broken connections. 0: never.
@@ -342,7 +313,6 @@ class Files(Shards[Any]):
         *,
         decode: Decode = "bytes",
         class_from_folder: bool = False,
-        index: str | None = None,
         retry_seconds: float = RETRY,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -350,7 +320,7 @@ class Files(Shards[Any]):
             raise ValueError(
                 f"decode must be 'bytes', 'text' or a function that takes bytes, got {decode!r}"
             )
-        roots = list_files(urls, storage_options or {}, index, retry=retry_seconds)
+        roots = list_files(urls, storage_options or {}, retry=retry_seconds)
         super().__init__(Texts(root.url for root in roots), [len(root.paths) for root in roots])
         self._decode = decode
         self._shard_stores = list(dict.fromkeys(root.store for root in roots))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -16,7 +15,7 @@ from support.once import forget_warnings
 from support.platforms import posix
 
 from hybridloader import DataLoader, Skip
-from hybridloader.errors import BackendUnavailable, CacheError, SourceError
+from hybridloader.errors import BackendUnavailable, SourceError
 from hybridloader.sources import Files
 
 NAMES = ["a/1.txt", "a/2.txt", "b/1.txt", "b/deep/3.txt", "b/x.jpg"]
@@ -81,22 +80,16 @@ def test_classes_are_the_folders_below_the_root(folder: Path) -> None:
         _ = Files(folder).labels
 
 
-def test_a_list_is_kept_and_used_again(folder: Path, tmp_path: Path) -> None:
-    kept = str(tmp_path / "files.json")
-    first = Files(folder, index=kept)
-    assert sorted(os.listdir(tmp_path)) == ["data", "files.json"]
-    assert list(pickle.loads(pickle.dumps(first))) == list(first)
+def test_a_pickle_keeps_the_list_for_other_processes(folder: Path) -> None:
+    first = Files(folder)
+    kept, contents = pickle.dumps(first), list(first)
     (folder / "a" / "0.txt").write_text("new")
-    assert list(Files(folder, index=kept).paths) == list(first.paths)
     assert len(Files(folder)) == 6
-    with pytest.raises(CacheError, match="delete it, or name another file"):
-        Files(f"{folder}/a", index=kept)
-    Path(kept).write_text("{}")
-    with pytest.raises(CacheError, match="is not a readable list of files"):
-        Files(folder, index=kept)
-    Path(kept).write_text(json.dumps({"version": 99, "roots": []}))
-    with pytest.raises(CacheError, match="it has version 99"):
-        Files(folder, index=kept)
+    code = "import pickle, sys; print(list(pickle.load(sys.stdin.buffer)))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], input=kept, stdout=subprocess.PIPE, check=True
+    )
+    assert found.stdout.decode().strip() == repr(contents)
 
 
 def test_files_in_memory(memory: Any) -> None:
