@@ -205,31 +205,3 @@ def test_a_program_ends_with_all_its_processes_and_no_noise(
 ) -> None:
     outcome = outcome_of(trial)
     assert not complaints(trial, outcome), outcome.stderr
-
-
-# -- the instrument --------------------------------------------------------------------------------
-
-
-CLEAN = Outcome(True, 0, 0.5, 0.5, [], "")
-TRACE = "Traceback (most recent call last):\n  File x\n"
-
-
-def test_what_is_wrong_is_seen_and_a_clean_end_is_not_complained_of() -> None:
-    raised = f"{TRACE}{TRACEBACKS['raise']}\n"
-    for cause, outcome, word in [
-        ("break", CLEAN._replace(reached=False), "never"),
-        ("break", CLEAN._replace(left=["a worker"]), "a worker"),
-        ("break", CLEAN._replace(code=1), "exit code 1"),
-        ("break", CLEAN._replace(stderr="hm\n"), "words"),
-        ("break", CLEAN._replace(stderr=f"{TRACE}OSError"), "tracebacks"),
-        ("SIGINT", CLEAN._replace(code=-2), "tracebacks"),
-        ("SIGINT", CLEAN._replace(code=-2, stderr=f"{TRACE}OSError\n"), "last line"),
-        ("raise", CLEAN._replace(code=1, stderr=f"Exception ignored in: f\n{raised}"), "ignored"),
-    ]:
-        assert word in "; ".join(complaints(Trial(cause, "fork", "loader"), outcome))
-    for cause, outcome in [
-        ("break", CLEAN),
-        ("raise", CLEAN._replace(code=1, stderr=raised)),
-        ("SIGKILL", CLEAN._replace(code=-9)),
-    ]:
-        assert complaints(Trial(cause, "fork", "loader"), outcome) == []

@@ -42,7 +42,8 @@ SCRIPT = textwrap.dedent(
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs signals of POSIX")
-@pytest.mark.parametrize("backend", ["fork", pytest.param("threads", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["fork", "threads"])
 def test_a_second_interrupt_adds_no_traceback(backend: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
