@@ -202,6 +202,17 @@ def test_workers_that_stay_have_the_modes_in_which_each_epoch_begins(
         loader._iterator.close()  # type: ignore[union-attr]
 
 
+def test_what_a_worker_sets_for_itself_stays() -> None:
+    def init(worker: int) -> None:
+        torch.set_grad_enabled(False)
+
+    options: dict[str, Any] = {"num_workers": 1, "backend": "threads", "worker_init_fn": init}
+    loader = DataLoader(Looks(), 4, collate_fn=as_it_is, persistent_workers=True, **options)
+    for _ in range(2):
+        assert {found[1] for batch in loader for found in batch} == {False}
+    loader._iterator.close()  # type: ignore[union-attr]
+
+
 def test_a_thread_changes_no_mode_of_the_process() -> None:
     """torch notes the default device for the process, too, and threads leave in any order."""
     left = threading.Event()
