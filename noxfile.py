@@ -2,7 +2,7 @@
 
 ``nox -s other_torch`` runs them on other versions of torch.
 
-CONTRIBUTING.md says how to get the interpreters. ``nox -s tests-3.13 -- tests/engine`` runs a part.
+CONTRIBUTING.md says how to get the interpreters. ``nox -s tests-3.13 -- tests/storms`` runs a part.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def free_threaded(session: nox.Session) -> None:
     session.run("python", "-c", check)
     run(session)
     if not session.posargs:
-        session.run("pytest", "-m", "full", "tests/stress")
+        session.run("pytest", "-m", "full", "tests/storms/test_many_threads.py")
 
 
 @nox.session(python=False)

@@ -24,6 +24,8 @@ from support.platforms import FORK, ROOT
 
 from hybridloader.errors import BackendUnavailable
 
+pytest_plugins = ["support.fixtures"]
+
 # No test is judged by the clock: on a busy machine any example may take longer than hypothesis's 0.2 s.
 settings.register_profile("hybridloader", deadline=None)
 settings.load_profile("hybridloader")
@@ -164,6 +166,11 @@ _BEFORE = frozenset(_named())
 LEFT_OUT = ("full", "recipes", "frameworks")
 """Markers of tests that run only if `-m` or an argument names them."""
 
+_OF_PROCESSES = tuple(
+    f"tests/{folder}/" for folder in ("contract/backends", "inside", "properties", "storms")
+)
+"""Folders of tests for which each kind of process counts."""
+
 _left_out = pytest.StashKey[int]()
 """Number of tests that this run leaves out for their marker."""
 
@@ -196,7 +203,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     names = {item.nodeid for item in items} if FORK else set()
     for item in items:
         twins = {item.nodeid.replace(other, "fork") for other in ("shared-memory", "spawn")}
-        if "tests/backends/" not in item.nodeid and (twins - {item.nodeid}) & names:
+        if not item.nodeid.startswith(_OF_PROCESSES) and (twins - {item.nodeid}) & names:
             item.add_marker("full")
     left = [marker for marker in LEFT_OUT if marker not in config.option.markexpr]
     if "full" not in left:
@@ -215,11 +222,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # All of these need forks, signals or descriptors.
 collect_ignore = [] if FORK else [
-    "backends/test_exits.py",
-    "backends/test_fresh_environment.py",
-    "backends/test_handles.py",
-    "backends/test_postmortem.py",
-    "backends/test_zygote.py",
+    "contract/backends/test_fresh_environment.py",
+    "contract/backends/test_handles.py",
+    "contract/backends/test_zygote.py",
+    "inside/test_postmortem.py",
+    "storms/test_exits.py",
     "benchmarks",
     "frameworks",
 ]  # fmt: skip

@@ -152,7 +152,7 @@ SLOW = {
 }
 
 
-@pytest.mark.full  # 32 s: each cause is a shorter test of tests/observe
+@pytest.mark.full  # 32 s: each cause is a shorter test of tests/contract/observe
 def test_the_example_is_slow_for_the_reasons_that_the_page_gives(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

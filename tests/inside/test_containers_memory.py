@@ -29,13 +29,13 @@ from hybridloader.records import SharedDict, SharedList
 
 
 @linux
-def test_the_memory_goes_with_the_last_view(memory: str) -> None:
+def test_the_memory_goes_with_the_last_view(shared_kind: str) -> None:
     gc.collect()  # of tests before this one
     names, maps, descriptors = segments(), mappings(), len(os.listdir("/proc/self/fd"))
     shared: Any = SharedList(str(i) for i in range(1000))
     assert len(os.listdir("/proc/self/fd")) == descriptors + 1
-    assert mappings() == maps + (memory == "nameless")
-    assert len(segments() - names) == (memory == "named")
+    assert mappings() == maps + (shared_kind == "nameless")
+    assert len(segments() - names) == (shared_kind == "named")
     part = shared[10:20][::3]
     iterator = iter(part)
     del shared
@@ -50,18 +50,18 @@ def test_the_memory_goes_with_the_last_view(memory: str) -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_the_interpreter_ends_in_silence_and_leaves_nothing(memory: str) -> None:
+def test_the_interpreter_ends_in_silence_and_leaves_nothing(shared_kind: str) -> None:
     rest = (
         "kept = [shared, SharedDict({1: shared[0]}), shared[1:]]\n"
         "cycle = [shared]; cycle.append(cycle)\n"
         "iterator = iter(shared); next(iterator)\n"
         "sys.stdin.read()\n"
     )
-    with owner(memory, rest) as process:
+    with owner(shared_kind, rest) as process:
         assert process.stdout is not None
         read_pickle(process.stdout)
         assert bool(segments(process.pid)) == (
-            memory == "named" and hasattr(os, "fork")
+            shared_kind == "named" and hasattr(os, "fork")
         )  # in /dev/shm
         _, errors = process.communicate()
     assert (process.returncode, errors) == (0, b"")
@@ -92,7 +92,7 @@ def test_who_attaches_does_not_take_the_name_away() -> None:
 
 
 @linux
-def test_without_memory_it_is_a_memory_error_and_nothing_is_left(memory: str) -> None:
+def test_without_memory_it_is_a_memory_error_and_nothing_is_left(shared_kind: str) -> None:
     import resource
 
     before = segments(), len(os.listdir("/proc/self/fd"))
@@ -128,7 +128,7 @@ def grown(sequence: Any) -> int:
 
 
 @linux
-def test_children_that_read_all_of_it_copy_nothing(memory: str) -> None:
+def test_children_that_read_all_of_it_copy_nothing(shared_kind: str) -> None:
     paths = [f"/data/train/class {i % 1000:04}/image {i:07}.jpeg" for i in range(200_000)]
     shared = SharedList(paths)
     assert sum(1 for _ in shared) == len(paths)  # a page that only one process maps is its own

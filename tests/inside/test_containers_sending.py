@@ -28,7 +28,7 @@ from support.containers import (
 from hybridloader.records import SharedDict, SharedList
 
 
-def test_a_pickle_of_a_million_is_tiny_and_a_copy_the_thing_itself(memory: str) -> None:
+def test_a_pickle_of_a_million_is_tiny_and_a_copy_the_thing_itself(shared_kind: str) -> None:
     shared = SharedList(f"/data/{i}" for i in range(1_000_000))
     for dump in (pickle.dumps, cloudpickle.dumps):
         assert len(dump(shared)) < 2048
@@ -44,7 +44,7 @@ def test_a_pickle_of_a_million_is_tiny_and_a_copy_the_thing_itself(memory: str) 
         assert copy.deepcopy({"in": thing})["in"] is thing
 
 
-def test_another_process_reads_it_whatever_its_hash_seed(memory: str) -> None:
+def test_another_process_reads_it_whatever_its_hash_seed(shared_kind: str) -> None:
     things = (
         SharedList(["a", "b\u00e9", "c"])[::-1],
         SharedDict({"x": 1.5, ("y", 2): b"raw", 2**80: None}),
@@ -63,7 +63,7 @@ def test_another_process_reads_it_whatever_its_hash_seed(memory: str) -> None:
     assert list(things[0]) == ["c", "b\u00e9", "a"]
 
 
-def test_reading_imports_neither_torch_nor_numpy(memory: str) -> None:
+def test_reading_imports_neither_torch_nor_numpy(shared_kind: str) -> None:
     things = SharedList(["a"]), SharedDict({"a": (1, 2)}), SharedList([1]), SharedList([0.5])
     heavy = "print(sorted({'torch', 'numpy', 'loky', 'cloudpickle'} & set(sys.modules)))"
     code = READ + "l, d, i, f = shared; l[0], d['a'], 5 in d, list(i), f[0], d == {}\n" + heavy
@@ -88,7 +88,7 @@ def tracker() -> None:
 
 
 @pytest.mark.usefixtures("tracker")
-def test_loky_reads_it(memory: str) -> None:
+def test_loky_reads_it(shared_kind: str) -> None:
     from loky import ProcessPoolExecutor
     from loky.backend.context import (
         ctx_loky,  # by name it may be joblib's, with a tracker of its own
@@ -102,7 +102,7 @@ def test_loky_reads_it(memory: str) -> None:
         assert pool.submit(lambda: [x + "!" for x in shared[::-1]]).result() == ["b!", "a!"]
 
 
-def test_a_forked_child_reads_and_pickles_it_and_takes_nothing_along(memory: str) -> None:
+def test_a_forked_child_reads_and_pickles_it_and_takes_nothing_along(shared_kind: str) -> None:
     containers: list[Any] = [SharedList(["a", "b", "c"]), SharedDict({"a": 1})]
 
     def in_child() -> Any:
@@ -127,8 +127,8 @@ def test_a_forked_child_reads_and_pickles_it_and_takes_nothing_along(memory: str
     assert output(READ + "print(list(shared))", pickle.dumps(containers[0])) == "['a', 'b', 'c']"
 
 
-def test_a_reader_outlives_the_owner_and_what_comes_later_is_told(memory: str) -> None:
-    with owner(memory) as process:
+def test_a_reader_outlives_the_owner_and_what_comes_later_is_told(shared_kind: str) -> None:
+    with owner(shared_kind) as process:
         assert process.stdout is not None
         received = pickle.loads(pickled := read_pickle(process.stdout))
         late = pickle.loads  # in this process it is known, so it can still be opened by its pickle
@@ -136,7 +136,7 @@ def test_a_reader_outlives_the_owner_and_what_comes_later_is_told(memory: str) -
         process.communicate()
     assert list(received) == ["a", "b", "c"]
     again = pickle.dumps(received[::2])
-    if memory == "nameless":  # this process has it open, so others can get it here
+    if shared_kind == "nameless":  # this process has it open, so others can get it here
         assert output(READ + "print(list(shared))", again) == "['a', 'c']"
         assert forked(partial(print_first, received)) == "a"
     del received

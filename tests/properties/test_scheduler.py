@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.platforms import REPOSITORY
 
 from hybridloader.engine import ByReference, Done, Exhausted, Exited, Failed, Failure
 from hybridloader.engine.scheduler import (
@@ -229,7 +229,7 @@ def test_every_sequence_number_comes_out_exactly_once(
 
 
 def test_the_tables_on_the_page_of_design_are_those_of_the_scheduler() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    page = (REPOSITORY / "docs" / "design.md").read_text()
     for name, table in (("run", RUN_TABLE), ("worker", WORK_TABLE)):
         found: dict[tuple[str, str], str] = {}
         lines = iter(page.splitlines())

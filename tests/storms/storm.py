@@ -4,7 +4,7 @@ A storm is drawn from one number, its seed, which is in every message, so it can
 hold: each index comes out exactly once, delivered or listed as skipped; nothing hangs; nothing is left.
 As a script it goes on until so many faults were injected, and tells what became of them:
 
-    python tests/chaos/storm.py --faults 10000
+    python tests/storms/storm.py --faults 10000
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import pytest
 from support.exit_supervisor import LOADERS, SIGNALS, Trial
 from support.exit_trial import CAUSES, PROCESSES
 from support.made_once import folder_made_once
+from support.platforms import REPOSITORY
 
 TOGETHER = 120
 """Trials that are made by one set of interpreters."""
@@ -158,7 +159,7 @@ def outcome_of(
 
 def run(trials: list[Trial], root: Path) -> None:
     (root / "trials.json").write_text(json.dumps(trials))
-    tests = Path(__file__).parents[1]
+    tests = REPOSITORY / "tests"
     subprocess.run(
         [sys.executable, tests / "support" / "exit_trial.py", root],
         env={**os.environ, "PYTHONPATH": str(tests)},

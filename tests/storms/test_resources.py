@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import pytest
-from support.platforms import posix
+from support.platforms import REPOSITORY, posix
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline
@@ -150,7 +150,7 @@ def run_script(body: str, *, prefix: tuple[str, ...] = ()) -> list[str]:
     """Output of a script of its own, which must exit with 0 and complain of nothing else."""
     code = textwrap.dedent(COMMON) + textwrap.dedent(body)
     command = [*prefix, sys.executable, "-c", code]
-    tests = Path(__file__).parents[1]
+    tests = REPOSITORY / "tests"
     path = os.pathsep.join(map(str, (Path(hybridloader.__file__).parents[1], tests)))
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=100, env=dict(os.environ, PYTHONPATH=path)

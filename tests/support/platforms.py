@@ -28,5 +28,7 @@ needs_zygote = pytest.mark.skipif(
 DEADLINE = 60.0
 """Seconds after which a test gives up; never reached when all is well."""
 
+REPOSITORY = Path(__file__).parents[2]
+
 PACKAGE = str(Path(hybridloader.__file__).parents[1])
 """Folder in which other processes find the package. `.ci/windows` copies it out of the checkout."""

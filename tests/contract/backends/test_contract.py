@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 from support import bare_platform
-from support.platforms import FORK
+from support.platforms import FORK, REPOSITORY
 
 import hybridloader
 from hybridloader import Fork, Inline, SharedMemory, Spawn, Threads
@@ -27,7 +27,7 @@ from hybridloader.engine import (
 from hybridloader.testing import BackendContract
 
 KINDS: tuple[Any, ...] = (Backend, Crew, WorkerHandle)
-ROOT = Path(__file__).parents[2]
+ROOT = REPOSITORY
 BACKENDS = Path(hybridloader.backends.__file__).parent
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.platforms import REPOSITORY
 from torch.utils.data import Dataset
 
 from hybridloader import (
@@ -296,7 +297,7 @@ def test_a_state_is_the_same_on_ray_as_elsewhere(places: tuple[Any, ...]) -> Non
 
 @pytest.mark.slow
 def test_a_node_that_dies_takes_no_result_along() -> None:
-    program = Path(__file__).parents[1] / "support" / "ray_nodes.py"
+    program = (REPOSITORY / "tests") / "support" / "ray_nodes.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     # Ray writes the log of the lost node to the same stream.

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 from support.failing_datasets import Samples, load
-from support.platforms import FORK, PACKAGE, needs_zygote
+from support.platforms import FORK, PACKAGE, REPOSITORY, needs_zygote
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from hybridloader import Pipeline, SharedMemory, Spawn
 
-ROOT = Path(__file__).parents[2]
+ROOT = REPOSITORY
 SETTINGS = ROOT / "tests" / "support" / "script_with_settings.py"
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.platforms import FORK, PACKAGE
+from support.platforms import FORK, PACKAGE, REPOSITORY
 
 from hybridloader import PipelineLoader
 
-ROOT = Path(__file__).parents[2]
+ROOT = REPOSITORY
 EXAMPLE = ROOT / "examples" / "resume.py"
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.manual_clock import Clock
+from support.platforms import REPOSITORY
 
 from hybridloader import DataLoader, Observe, Pipeline
 from hybridloader.observe import Stats
@@ -128,7 +128,7 @@ class Writer:
 
 
 def run_recipe(title: str, **names: Any) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "why-is-it-slow.md").read_text()
+    page = (REPOSITORY / "docs" / "why-is-it-slow.md").read_text()
     blocks = [part.split("```", 1)[0] for part in page.split("```python\n")[1:]]
     (block,) = (block for block in blocks if block.startswith(f"# {title}"))
     names |= {"Observe": Observe, "dataset": range(12), "DataLoader": DataLoader}

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from support.logging_source import Noting, note
-from support.platforms import needs_fork
+from support.platforms import REPOSITORY, needs_fork
 from torch.utils.data import IterableDataset
 
 from hybridloader import DataLoader, Pipeline
@@ -126,7 +126,7 @@ def test_a_generator_is_closed_when_the_parent_is_killed(tmp_path: Path) -> None
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
-        cwd=Path(__file__).parents[1],
+        cwd=(REPOSITORY / "tests"),
         capture_output=True,
         text=True,
         timeout=DEADLINE,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.cached_crops import Crop, cached
-from support.platforms import POSIX
+from support.platforms import POSIX, REPOSITORY
 
 from hybridloader import Pipeline, Replace
 from hybridloader.errors import CacheError
@@ -100,7 +100,7 @@ def test_a_cache_that_another_process_wrote_is_read(tmp_path: Path) -> None:
     code = "import sys; from support.cached_crops import cached; list(cached(sys.argv[1]))"
     subprocess.run(
         [sys.executable, "-c", code, tmp_path / "cache"],
-        cwd=Path(__file__).parents[1],
+        cwd=(REPOSITORY / "tests"),
         env={**os.environ, "PYTHONHASHSEED": "1"},
         check=True,
     )

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 from support.pipeline_model import events
+from support.platforms import REPOSITORY
 
 from hybridloader import Pipeline, StateError
 from hybridloader.errors import CacheError
 from hybridloader.pipeline import Operator
 from hybridloader.sampling import DistributedShuffleSampler
 
-PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"
+PAGE = REPOSITORY / "docs" / "pipelines.md"
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 
 # -- three steps: with the defaults alone, one for one, and cheap --------------------------------------

@@ -101,7 +101,7 @@ def test_a_nan_is_never_found() -> None:
     assert list(shared.values()) == [1, 2, 3, 4]
 
 
-def test_other_keys_and_what_is_not_pairs_are_refused_by_name(memory: str) -> None:
+def test_other_keys_and_what_is_not_pairs_are_refused_by_name(shared_kind: str) -> None:
     for key in (Text("mine"), np.int64(5), Point(1, 2), frozenset([8]), (1, ("deep", Text("m")))):
         for source in ({"ok": 1, key: 2}, [("ok", 1), (key, 2)]):
             with pytest.raises(
@@ -116,7 +116,7 @@ def test_other_keys_and_what_is_not_pairs_are_refused_by_name(memory: str) -> No
         SharedDict(5)  # type: ignore[arg-type]
 
 
-def test_many_pairs_from_anywhere(memory: str) -> None:
+def test_many_pairs_from_anywhere(shared_kind: str) -> None:
     wanted = {f"k{i}": (i, "\u00e9") for i in range(3000)}
     doubled = itertools.chain(((key, None) for key in wanted), wanted.items())
     for source in (wanted, iter(wanted.items()), MappingProxyType(wanted), doubled):

@@ -43,7 +43,7 @@ KINDS: list[list[Any]] = [
 ]  # fmt: skip
 
 
-def test_elements_of_one_kind_or_of_several_come_back(memory: str) -> None:
+def test_elements_of_one_kind_or_of_several_come_back(shared_kind: str) -> None:
     for elements in KINDS:
         check_elements(elements)
     for numbers in (range(5000), [0.5] * 5000):
@@ -51,7 +51,7 @@ def test_elements_of_one_kind_or_of_several_come_back(memory: str) -> None:
         assert SharedList([*numbers, None]).nbytes > 9 * 5000
 
 
-def test_another_kind_may_come_late(memory: str) -> None:
+def test_another_kind_may_come_late(shared_kind: str) -> None:
     for first, later in product((7, 1.5, "t\u00e9xt", b"raw"), ("text", 2**70, None)):
         for count in 1, 4, 5, 6, 9000:
             check_elements([first] * count + [later, first])
@@ -194,7 +194,7 @@ def test_its_repr_is_short() -> None:
     assert len(repr(SharedDict({"x" * 10_000: "y" * 10_000}))) < 300
 
 
-def test_an_error_of_the_iterable_leaves_nothing(memory: str) -> None:
+def test_an_error_of_the_iterable_leaves_nothing(shared_kind: str) -> None:
     def fail() -> Iterator[Any]:
         yield from range(10_000)
         yield "another kind"
