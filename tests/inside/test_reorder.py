@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.supervised import (
     BYTES,
+    PAGES,
     TASKS,
     ReorderLimit,
     Stage,
@@ -151,3 +152,9 @@ def test_an_end_that_is_asked_for_during_a_look_without_a_wait_is_heeded(end: st
     crew.wait = look  # type: ignore[method-assign]
     with pytest.raises(IteratorClosed):
         workers.stage.pull()
+
+
+def test_a_worker_rests_rather_than_fill_memory_that_takes_longer_to_make_than_the_result() -> None:
+    nbytes = BYTES // 8
+    for seconds, extra in ((0.9 * nbytes / PAGES, 0), (1.1 * nbytes / PAGES, 8)):
+        assert ReorderLimit(WORKERS).extra({0: Done(1, 0, Sized(nbytes), seconds)}) == extra

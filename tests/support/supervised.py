@@ -7,12 +7,12 @@ from typing import Any
 
 from hybridloader import RestartPolicy
 from hybridloader.engine import ByReference, Done, Event, Exited, Ready, Task, WorkerSpec
-from hybridloader.engine.scheduler import BYTES, TASKS, ReorderLimit, least_busy
+from hybridloader.engine.scheduler import BYTES, PAGES, TASKS, ReorderLimit, least_busy
 from hybridloader.engine.stage import QUICK, START, Stage
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
 
-__all__ = ["BYTES", "QUICK", "START", "TASKS", "ReorderLimit", "Stage"]
+__all__ = ["BYTES", "PAGES", "QUICK", "START", "TASKS", "ReorderLimit", "Stage"]
 __all__ += ["least_busy"]
 
 KILLED = "was killed by signal SIGKILL (9)"
