@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridloader._support.text import flag, whole
-from hybridloader.sampling.permutation import LARGEST, Permutation
+from hybridloader.sampling.permutation import Permutation
 from hybridloader.sampling.resumable import ResumableSampler, fingerprint, lengths_of
 
 Ints = npt.NDArray[np.int64]
@@ -32,15 +32,14 @@ class EpochPlan(NamedTuple):
 
     epoch: int
     samples: Ints  # class by class
-    cuts: Cuts
     batches: Permutation  # the order of the batches
 
 
 class PlannedBatchSampler(ResumableSampler[list[int]]):
     """Sampler of batches, each with samples of one class or of neighboring classes.
 
-    A subclass sets `_classes`, a number for each sample, and `_cuts`, or it overrides `_cut`. `shuffle`
-    shuffles the samples within a class, and the batches. The lengths have been checked.
+    A subclass sets `_classes`, a number for each sample, and `_cuts`. `shuffle` shuffles the samples
+    within a class, and the batches. The lengths have been checked.
     """
 
     _BLOCK = 256
@@ -50,12 +49,8 @@ class PlannedBatchSampler(ResumableSampler[list[int]]):
         self.shuffle = flag("shuffle", shuffle)
         self._fingerprint = fingerprint(lengths)
         self._classes: npt.NDArray[np.unsignedinteger[Any]]
-        self._cuts: Cuts | None = None  # if they are the same in every epoch
+        self._cuts: Cuts  # the same in every epoch
         self._plan: EpochPlan | None = None
-
-    def _cut(self, samples: Ints) -> Cuts:
-        """Cut `samples`, in their order of one epoch, into batches."""
-        raise NotImplementedError
 
     def _classify(self, classes: npt.NDArray[np.integer[Any]]) -> Ints:
         """Set the class of each sample. Return the number of samples of each class."""
@@ -71,10 +66,11 @@ class PlannedBatchSampler(ResumableSampler[list[int]]):
         return {**super()._agreement(), "lengths_crc32": self._fingerprint}
 
     def _positions(self, epoch: int) -> int:
-        return len((self._cuts or self._planned(epoch).cuts).starts)
+        return len(self._cuts.starts)
 
     def _read(self, epoch: int, start: int, stop: int) -> list[list[int]]:
-        _, samples, (starts, ends), batches = self._planned(epoch)
+        _, samples, batches = self._planned(epoch)
+        starts, ends = self._cuts
         which = np.arange(start, stop)
         if self.shuffle:
             which = batches.take(which)
@@ -89,9 +85,8 @@ class PlannedBatchSampler(ResumableSampler[list[int]]):
                 samples = order[np.argsort(self._classes[order], kind="stable")]
             else:
                 samples = np.argsort(self._classes, kind="stable")
-            cuts = self._cuts or self._cut(samples)
-            batches = Permutation(len(cuts.starts), self.seed, epoch, purpose="batches")
-            self._plan = EpochPlan(epoch, samples, cuts, batches)
+            batches = Permutation(len(self._cuts.starts), self.seed, epoch, purpose="batches")
+            self._plan = EpochPlan(epoch, samples, batches)
         return self._plan
 
 
@@ -241,7 +236,10 @@ def _cut_filling(counts: Ints, sizes: Ints) -> Cuts:
 
 
 class TokenBudgetBatchSampler(PlannedBatchSampler):
-    """Batches of as many samples as fit into a budget.
+    """Batches of as many samples of similar length as fit into a budget, for padded sequences.
+
+    A batch costs its longest length times its samples. For packed sequences, which cost the sum of their
+    lengths, use `Pipeline.batch_by` or `Pipeline.pack`.
 
     Parameters
     ----------
@@ -249,17 +247,12 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
         The length of each sample: a list, an array or a tensor of whole numbers. 0 counts as 1.
     max_cost
         The most that a batch may cost.
-    padded
-        The cost of a batch. True: its longest length times its samples, for padded sequences; batches
-        are of samples of similar length. False: the sum of its lengths, for packed sequences; batches
-        are of any samples.
     max_size
         Maximum number of samples in a batch. None: no limit.
     seed
         From 0 to ``2**64 - 1``. Seed and epoch determine the batches, on every platform.
     shuffle
-        Shuffle the samples and the batches. If False, padded batches ascend in length, and packed ones
-        are in the order of the indices.
+        Shuffle the samples and the batches. If False, batches ascend in length.
     epoch
         First epoch. Each iteration has different batches; see `ResumableSampler`.
 
@@ -273,9 +266,8 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
     Notes
     -----
     Samples form a class if equally many of them fit into the budget and their lengths are within 1/16 of
-    each other. A padded batch is a random choice from a class; the last batch of a class is filled up
-    from the next class. So each epoch has the same number of padded batches. Packed batches are filled
-    in random order, and ``len`` is that of the epoch `self.epoch`.
+    each other. A batch is a random choice from a class; the last batch of a class is filled up from the
+    next class. So each epoch has the same number of batches.
 
     The first batch of an epoch sorts the samples, which takes 8 bytes and about 200 ns per sample; the
     result is kept until the next epoch.
@@ -287,14 +279,13 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
     [[0, 1, 2], [3], [4]]
     """
 
-    _STATED = ("seed", "max_cost", "padded", "max_size", "shuffle")
+    _STATED = ("seed", "max_cost", "max_size", "shuffle")
 
     def __init__(
         self,
         lengths: Any,
         max_cost: int,
         *,
-        padded: bool = True,
         max_size: int | None = None,
         seed: int,
         shuffle: bool = True,
@@ -303,7 +294,6 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
         given = lengths_of(lengths)
         super().__init__(given, seed, epoch, shuffle)
         self.max_cost = whole("max_cost", max_cost, 1)
-        self.padded = flag("padded", padded)
         self.max_size = None if max_size is None else whole("max_size", max_size, 1)
         above = given > self.max_cost
         if above.any():
@@ -313,18 +303,9 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
                 f"({np.count_nonzero(above)} such in all); raise max_cost, or clip the lengths to it, "
                 "which makes a batch of each such sample"
             )
-        costs = np.maximum(given, 1)
-        self._costs: Any = None
-        if self.padded:
-            self._cuts = self._cut_padded(costs)
-            return
-        self._classify(np.zeros(len(costs), np.int64))
-        most = int(costs.max()) if costs.size else 0
-        if most * len(costs) > LARGEST - self.max_cost:
-            raise ValueError(f"lengths of up to {most} are too long to add up; use a coarser unit")
-        self._costs = costs.astype(np.min_scalar_type(-most - 1))
+        self._cuts = self._classified(np.maximum(given, 1))
 
-    def _cut_padded(self, costs: Ints) -> Cuts:
+    def _classified(self, costs: Ints) -> Cuts:
         """Give each sample its class, ascending in length, and cut the classes into batches."""
         distinct, which = _distinct(costs)
         sizes = self.max_cost // distinct
@@ -336,17 +317,3 @@ class TokenBudgetBatchSampler(PlannedBatchSampler):
         counts = self._classify((np.cumsum(begins) - 1)[which])
         first = np.flatnonzero(begins)
         return _cut_filling(counts, sizes[first])
-
-    def _cut(self, samples: Ints) -> Cuts:
-        costs = self._costs[samples]
-        sums = np.cumsum(costs, dtype=np.int64)
-        ends = np.searchsorted(sums, sums - costs + self.max_cost, side="right")
-        at = np.arange(len(sums))
-        if self.max_size is not None:
-            np.minimum(ends, at + self.max_size, out=ends)
-        starts, at_start, jumps = [], 0, memoryview(ends)
-        while at_start < len(sums):
-            starts.append(at_start)
-            at_start = jumps[at_start]
-        cut = np.array(starts, np.int64)
-        return Cuts(cut, ends[cut])

@@ -108,26 +108,19 @@ def test_samples_and_batches_are_shuffled() -> None:
 @given(
     lengths_,
     st.one_of(st.integers(1, 60), st.integers(1, 10_000), st.just(2**50)),
-    st.booleans(),
     st.one_of(st.none(), st.integers(1, 10)),
     st.booleans(),
     st.integers(0, 3),
 )
 def test_budgets(
-    lengths: list[int],
-    budget: int,
-    padded: bool,
-    max_size: int | None,
-    shuffle: bool,
-    epoch: int,
+    lengths: list[int], budget: int, max_size: int | None, shuffle: bool, epoch: int
 ) -> None:
     above = {index for index, length in enumerate(lengths) if length > budget}
 
     def make() -> TokenBudgetBatchSampler:
         return TokenBudgetBatchSampler(
-            lengths, budget, padded=padded, max_size=max_size, seed=5,
-            shuffle=shuffle, epoch=epoch,
-        )  # fmt: skip
+            lengths, budget, max_size=max_size, seed=5, shuffle=shuffle, epoch=epoch
+        )
 
     if above:
         with pytest.raises(ValueError, match=f"sample {min(above)} has length"):
@@ -142,24 +135,8 @@ def test_budgets(
     for batch in batches:
         assert 1 <= len(batch) <= (max_size or len(lengths))
         sizes = [lengths[index] for index in batch]
-        cost = max(sizes) * len(sizes) if padded else sum(sizes)
-        assert cost <= budget
+        assert max(sizes) * len(sizes) <= budget
         assert len(batch) == 1 or not above & {*batch}
-    if not shuffle and not padded:
-        assert batches == one_after_the_other(lengths, budget, max_size)
-
-
-def one_after_the_other(lengths: list[int], budget: int, max_size: int | None) -> list[list[int]]:
-    """Fill batches as far as they go."""
-    batches: list[list[int]] = []
-    for index in range(len(lengths)):
-        last = batches[-1] if batches else []
-        cost = sum(max(lengths[i], 1) for i in [*last, index])
-        if last and cost <= budget and len(last) != max_size:
-            last.append(index)
-        else:
-            batches.append([index])
-    return batches
 
 
 def _sorted_and_filled(lengths: Any, budget: int) -> int:
@@ -200,7 +177,6 @@ def test_the_number_of_padded_batches_is_the_same_in_every_epoch_and_their_sampl
         lambda lengths: BucketBatchSampler(lengths, 3, buckets=3, seed=0),
         lambda lengths: BucketBatchSampler(lengths, 3, buckets=range(4, 99, 4), seed=0),
         lambda lengths: TokenBudgetBatchSampler(lengths, 60, seed=0),
-        lambda lengths: TokenBudgetBatchSampler(lengths, 60, padded=False, seed=0),
     ],
 )
 def test_lengths_may_come_in_any_form(make: Callable[[Any], Any]) -> None:
@@ -234,9 +210,4 @@ def test_batches_are_pinned() -> None:
         [0, 9, 5, 1, 10],
         [8, 4],
         [7, 3],
-    ]
-    assert list(TokenBudgetBatchSampler(lengths, 64, padded=False, seed=1)) == [
-        [5, 11, 10, 6, 7],
-        [8, 1, 0, 4, 9],
-        [3, 2],
     ]

@@ -53,7 +53,6 @@ MADE: dict[str, Callable[[], ResumableSampler[Any]]] = {
     "weighted": lambda: WeightedSampler(WEIGHTS, 40, seed=3),
     "buckets": lambda: BucketBatchSampler(LENGTHS, 4, buckets=3, seed=3),
     "budget": _budget,
-    "budget, packed": lambda: _budget(padded=False),
     "budget, no shuffle": lambda: _budget(shuffle=False),
 }
 SHUFFLED = [name for name in MADE if "no shuffle" not in name]
@@ -339,7 +338,7 @@ def _delivered(loader: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("torch", "weighted"), ("ours", "rank, exact"), ("ours", "budget, packed")]
+    ("kind", "name"), [("torch", "weighted"), ("ours", "rank, exact"), ("ours", "budget")]
 )
 def test_loaders_deliver_what_the_sampler_says(kind: str, name: str) -> None:
     make, load = MADE[name], LOADERS[kind]
