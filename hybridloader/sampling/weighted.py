@@ -47,9 +47,8 @@ class Sums:
     """
 
     def __init__(self, weights: Floats) -> None:
-        exponent = -int(
-            np.frexp(weights.max())[1]
-        )  # scales the largest to about 1: exact, no overflows
+        # Scales the largest to about 1, which is exact, and does not overflow.
+        exponent = -int(np.frexp(weights.max())[1])
         runs = -(-len(weights) // RUN)
         self._within = np.zeros(runs * RUN)
         for start in range(0, len(weights), _BUILT_AT_ONCE):
