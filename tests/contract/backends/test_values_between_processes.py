@@ -271,7 +271,8 @@ def _refuse(more: Any) -> None:
 def test_a_task_that_can_not_be_loaded_fails_alone_and_gives_its_slots_back() -> None:
     items = [Poison(filled(3)) if k % 2 else filled(2) for k in range(40)]
     limited = Fork(memory=Memory(limit=16 * LARGE))
-    with stages(items, (np.sum, limited), prefetch=2).run() as run:
+    # One item in flight, so that no task has two: an item that can't be loaded takes its task along.
+    with stages(items, (np.sum, limited), prefetch=1).run() as run:
         for _ in range(20):
             assert next(run) == 2 * LARGE
             with pytest.raises(LookupError, match="can't be loaded"):
