@@ -239,7 +239,7 @@ def test_torchs_profiler_range_is_entered_where_something_is_to_be_seen_by_it(
                 .batch(SIZE)
             ),
             37,
-            610,
+            617,
         ),
     ],
     ids=["loader-threads", "pipeline-fork"],
