@@ -10,7 +10,6 @@ import importlib
 import inspect
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
@@ -101,9 +100,8 @@ class Pipeline(Chain):
     [[0, 1, 4], [9, 16, 25]]
     """
 
-    __slots__ = ("_calls", "_chosen", "_epoch")
+    __slots__ = ("_chosen", "_epoch")
 
-    _calls: int
     _chosen: list[Pipeline]  # its placements in place of "auto", once they are measured
     _epoch: Iterator[int]
 
@@ -113,15 +111,7 @@ class Pipeline(Chain):
         for operator in operators[1:]:
             if not isinstance(operator, Operator) or isinstance(operator, Source):
                 raise TypeError(f"{operator!r} can't be a step of a pipeline: it is no Operator")
-        calls = _calls(operators)
-        if calls > _MOST_CALLS:
-            raise ValueError(
-                f"{operators[-1].name}: too many steps within one another: up to {calls} calls deep, "
-                f"and Python allows {sys.getrecursionlimit()} in all. Make one function of several, and "
-                "give all pipelines to one concat(a, b, c, ...), zip or mix, not two by two"
-            )
         object.__setattr__(self, "operators", tuple(operators))
-        object.__setattr__(self, "_calls", calls)
         object.__setattr__(self, "_chosen", [])
         object.__setattr__(self, "_epoch", itertools.count())
 
@@ -550,28 +540,6 @@ class Pipeline(Chain):
 
 
 _CHOOSER = "hybridloader.tuning.tune"
-
-_MOST_CALLS = 600
-"""Greatest depth of nested calls for running a pipeline. The loop around it needs some of the 1,000
-that Python allows, too."""
-
-
-def _calls(operators: Sequence[Operator]) -> int:
-    """Estimate the greatest depth of nested calls while these are opened, pulled or closed.
-
-    The numbers were measured with a row of each operator. A step that itself opens the step before
-    it takes most.
-    """
-    deep = 0
-    for at, operator in enumerate(operators):
-        if operator.branches() or (at and operator.begins_itself):
-            deep += 10
-        else:
-            deep += 1 if at and operator.placement is not None else 2
-    inner = (
-        getattr(branch, "_calls", 0) for operator in operators for branch in operator.branches()
-    )
-    return deep + max(inner, default=0)
 
 
 def _as_it_is(sample: Any) -> Any:

@@ -20,23 +20,11 @@ STEPS: dict[str, Callable[[Pipeline], Pipeline]] = {
 }
 
 
-def longest(step: Callable[[Pipeline], Pipeline]) -> tuple[Pipeline, str]:
-    """With as many steps as there may be, and what is said of one more."""
+@pytest.mark.parametrize("name", STEPS)
+def test_a_pipeline_of_fifty_steps_runs_and_resumes(name: str) -> None:
     pipe = Pipeline.from_dataset([3, 4])
-    while True:
-        try:
-            pipe = step(pipe)
-        except ValueError as error:
-            return pipe, str(error)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.full if name == "map" else ()) for name in STEPS],
-)
-def test_the_longest_that_is_not_refused_runs(name: str) -> None:
-    pipe, refusal = longest(STEPS[name])
-    assert "too many steps within one another: up to 6" in refusal
+    for _ in range(50):
+        pipe = STEPS[name](pipe)
     assert len(pipe) == len(pickle.loads(pickle.dumps(pipe))) == 2
     assert repr(pipe)
     assert str(pipe)
