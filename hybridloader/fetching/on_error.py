@@ -215,10 +215,7 @@ def _check_max_failures(policy: str, value: Any) -> None:
 
 
 class LeftOut(HybridLoaderError):
-    """Place of an item that left out by `on_error`, for the `zip` that drops its row, or `not_needed`.
-
-    A failure has been recorded. No user ever gets this error.
-    """
+    """Place of an item that is `not_needed`. No user ever gets this error."""
 
 
 def goes_astray(error: BaseException) -> bool:
@@ -327,13 +324,11 @@ class ErrorBudget:
         epoch: int = 0,
         log: FailureLog | None = None,  # gets every record, counted under `key`
         key: Hashable = None,
-        *,
-        gaps: bool = False,  # keep the places of skipped items: `LeftOut` is raised there
     ) -> None:
         last = final(policy)
         self.skips = isinstance(last, Skip)
         self._limit = None if last is None else last.max_failures
-        self._stage, self.epoch, self.gaps = stage, epoch, gaps
+        self._stage, self.epoch = stage, epoch
         self._log, self._key = log, key
         self._shared = None if log is None else log.records
         self.on_record: Callable[[Skipped], None] | None = None  # called with each record
@@ -353,13 +348,10 @@ class ErrorBudget:
     def leave_out(self, failed: FailureRecord, worker: int | None) -> None:
         """Record a sample that failed and is left out.
 
-        Raises, in the place of the sample, `TooManyErrors` if the budget has run out, or `LeftOut` if
-        the place must be kept.
+        Raises `TooManyErrors`, in the place of the sample, if the budget has run out.
         """
         if self._exceeded_by(1, [failed], worker):
             raise self._too_many()
-        if self.gaps:
-            raise LeftOut
 
     @property
     def allowed(self) -> float:
@@ -457,8 +449,7 @@ class ResultQueue(Iterator[Any]):
     def _takes_place(self, entry: Note | Raised) -> bool:
         if isinstance(entry, Raised):
             return True
-        kept = self._budget is not None and self._budget.gaps
-        return entry.item is not None and (kept or not self._may_skip(entry))
+        return entry.item is not None and not self._may_skip(entry)
 
     def fail(self, error: Exception) -> None:
         """Add an error that is raised in the place of one result, after all others."""

@@ -22,7 +22,7 @@ from hybridloader._support.user_objects import (
     takes_a_place,
 )
 from hybridloader.errors import IteratorClosed
-from hybridloader.fetching.on_error import LeftOut, alike, goes_astray
+from hybridloader.fetching.on_error import alike, goes_astray
 from hybridloader.running.operator import (
     INFINITE,
     SEED,
@@ -43,7 +43,7 @@ from hybridloader.running.operator import (
 #
 # Row `i` is made of item `i` of each pipeline. An error in the place of an item counts as one. So a
 # failure drops its whole row. If it dropped the item of one pipeline alone, all later rows would be
-# shifted. After a failure whose number is unknown, no row comes.
+# shifted. So no pipeline may leave out items, and after a failure whose number is unknown no row comes.
 
 
 def sum_of(lengths: Iterable[Length]) -> Length:
@@ -119,8 +119,8 @@ class JoinIterator(Iterator[Any]):
 class Zip(Join):
     """Tuples of one item from each pipeline.
 
-    Items belong together by their numbers. One that raises, or is left out by `on_error`, drops its
-    whole row. After a failure whose number is unknown, no row comes.
+    Items belong together by their numbers. One that raises drops its whole row. After a failure whose
+    number is unknown, no row comes. A pipeline that skips items that fail is refused.
 
     Parameters
     ----------
@@ -133,14 +133,17 @@ class Zip(Join):
 
     strict: bool = True
 
-    joins_by_number = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_flags(self, "strict")
-        if len(self.pipelines) > 1:
-            for number, pipeline in enumerate(self.pipelines):
-                _check(self.name, number, pipeline)
+        for number, pipeline in enumerate(self.pipelines):
+            skipping = next((step.name for step in steps_in(pipeline) if step.leaves_out), None)
+            if skipping is not None and len(self.pipelines) > 1:
+                raise ValueError(
+                    f"{self.name}: in pipeline {number}, {skipping} skips items that fail, so all rows "
+                    "after one would be joined wrongly; skip them in a step after the zip, or pass "
+                    "on_error=Replace(...), which keeps every position"
+                )
         lengths = self.lengths
         if self.strict and len({length for length in lengths if length is not None}) > 1:
             raise ValueError(
@@ -156,8 +159,6 @@ class Zip(Join):
         return ZipIterator(self, context, lost)
 
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
-        if n and any(step.leaves_out for pipeline in self.pipelines for step in steps_in(pipeline)):
-            return None
         return [UpstreamPart(number, n, epoch) for number in range(len(self.pipelines))]
 
     def length(self, upstream: Length) -> Length:
@@ -167,22 +168,6 @@ class Zip(Join):
         if 0 in known:
             return 0
         return None if len(known) < len(self.pipelines) else min(known)
-
-
-def _check(name: str, number: int, pipeline: Chain) -> None:
-    """Raise `ValueError` for a pipeline that leaves items out by policy and loses count of them."""
-    skipping: str | None = None
-    for operator in steps_in(pipeline):
-        culprit = f"after {operator.name} the number of that item is unknown"
-        if operator.leaves_out:
-            skipping = operator.name
-            culprit = f"{skipping} makes no one item of one"
-        if skipping is not None and not (operator.keeps_count and operator.keeps_gaps):
-            raise ValueError(
-                f"{name}: in pipeline {number}, {skipping} skips items that fail, and {culprit}: "
-                "all rows after it would be joined wrongly. Put the step with on_error, or those "
-                "after it, after the zip; or pass on_error=Replace(...), which keeps every position"
-            )
 
 
 _END = object()  # stands in a row for the item of a pipeline that has ended
@@ -235,11 +220,9 @@ class ZipIterator(JoinIterator):
         """Note that an item of this row failed: the row fails after all branches gave theirs."""
         number, first = len(self._row), self._failed
         if number and self._row[0] is _END:  # the others have more items
-            self._failed = None if type(error) is LeftOut else error
+            self._failed = error
             return
-        # No step after the one that left an item out loses count (`_check`).
-        known = type(error) is LeftOut or len(self._lost) == 1
-        culprit = None if known else self._lost[number]
+        culprit = self._lost[number] if len(self._lost) > 1 else None
         if goes_astray(error) or culprit is not None:
             why = f"after {culprit}" if culprit is not None else "after such an error"
             text = (
@@ -254,9 +237,9 @@ class ZipIterator(JoinIterator):
                 raise error
             finally:
                 del error, first  # a traceback whose frame holds its own exception is a cycle
-        if first is None or (type(first) is LeftOut and type(error) is not LeftOut):
+        if first is None:
             self._failed = error
-        elif type(error) is not LeftOut and (found := repr_of(error)) != repr_of(first):
+        elif (found := repr_of(error)) != repr_of(first):
             add_note(first, f"In the same row of zip, pipeline {number} raised {found}.")
 
     def _check_end(self, row: list[Any]) -> None:
@@ -270,7 +253,7 @@ class ZipIterator(JoinIterator):
     def _end(self, last: Exception | None) -> NoReturn:
         """End: raise the error of this row, then `last`, then always `StopIteration`."""
         both = self._failed, last
-        self._last = [one for one in both if one is not None and type(one) is not LeftOut]
+        self._last = [one for one in both if one is not None]
         self._ended, self._failed = True, None
         del both  # a traceback whose frame holds its own exception is a cycle
         self._finish()

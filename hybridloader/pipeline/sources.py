@@ -592,10 +592,6 @@ class Lookup(Map):
     def cheap(self) -> bool:  # type: ignore[override]
         return isinstance(self.function.dataset, _AT_ONCE) and not self.function.batched
 
-    @property
-    def keeps_count(self) -> bool:  # type: ignore[override]
-        return not (self.function.batched and self.leaves_out)  # of a batch, one sample fails
-
 
 @dataclass(frozen=True)
 class Readers(Placed, Source):

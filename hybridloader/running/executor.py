@@ -367,13 +367,13 @@ class Executor(Runner):
         return sample_rng
 
     def error_budget(
-        self, node: InlineNode | WorkerNode, name: str, epoch: int, *, gaps: bool
+        self, node: InlineNode | WorkerNode, name: str, epoch: int
     ) -> ErrorBudget | None:
         """Return the error budget of a stage in an epoch; None if errors are raised."""
         policy = node.placement.on_error
         if policy is None:
             return None
-        budget = ErrorBudget(policy, name, epoch, self.failure_log, node.path, gaps=gaps)
+        budget = ErrorBudget(policy, name, epoch, self.failure_log, node.path)
         if self.observation is not None:
             self.observation.budget(budget)
         return budget
@@ -743,7 +743,7 @@ class ChainPass:
                 "return iter(...) of it"
             )
         if at == 0:
-            items = SourceItems(items, self.left, rows=self.plan.in_rows)
+            items = SourceItems(items, self.left)
         elif isinstance(items, GeneratorType):
             over = (
                 f"operator {node.name!r} ended with the previous error, because it is a generator; an "
@@ -780,7 +780,7 @@ class ChainPass:
             sample_rng = executor.sample_rng_of(
                 node, number, self.epoch, begins.taken, relayed=self.relayed(node)
             )
-            budget = executor.error_budget(node, work.name, self.epoch, gaps=self.plan.in_rows)
+            budget = executor.error_budget(node, work.name, self.epoch)
             try:
                 found = InlineItems(
                     items,
@@ -842,7 +842,7 @@ class ChainPass:
         if node.reads:
             executor.set_epoch(node, self.epoch)
         changes = () if stage.watch is None else stage.watch.changes()
-        budget = executor.error_budget(node, node.name, self.epoch, gaps=self.plan.in_rows)
+        budget = executor.error_budget(node, node.name, self.epoch)
         return stage, changes, budget
 
     def _open_readers(self, node: WorkerNode, count: int) -> tuple[Iterator[Any], int]:
@@ -861,10 +861,8 @@ class ChainPass:
                         f"and item {count} of pass {self.epoch} is needed; begin the epoch again"
                     )
                 )
-        log = None
-        if budget is None or not budget.gaps:  # otherwise skipped items have results too
-            log = ReaderLog(self.epoch, found)
-            self.position.keep(node, log)
+        log = ReaderLog(self.epoch, found)
+        self.position.keep(node, log)
         readers = ReaderItems(stage, budget, log, found)
         stage.readers = readers
         if readers.count:

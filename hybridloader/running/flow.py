@@ -31,7 +31,6 @@ from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.item_loop import ItemLoop, TaskResults, seeded
 from hybridloader.fetching.on_error import (
     ErrorBudget,
-    LeftOut,
     Note,
     Policy,
     ResultQueue,
@@ -262,7 +261,7 @@ class ReaderItems(StageIterator):
         self,
         running: RunningStage,
         budget: ErrorBudget | None,
-        log: ReaderLog | None,
+        log: ReaderLog,
         readers: ReaderStarts,
     ) -> None:
         super().__init__(running, budget)
@@ -327,12 +326,11 @@ class ReaderItems(StageIterator):
         """Note that a reader had ended at its turn."""
         self._passed.add(reader)
         self._starts.pop(reader, None)
-        if self._log is not None:
-            waiting = (each.places for each in self._waiting)
-            given = (came - left for came, left in zip(self._came, waiting, strict=True))
-            following = (reader + 1) % len(self._came)
-            turn = Turn(tuple(given), following, frozenset(self._passed))
-            self._log.add((sum(turn.given), turn))
+        waiting = (each.places for each in self._waiting)
+        given = (came - left for came, left in zip(self._came, waiting, strict=True))
+        following = (reader + 1) % len(self._came)
+        turn = Turn(tuple(given), following, frozenset(self._passed))
+        self._log.add((sum(turn.given), turn))
 
     def _take(self, wait: bool) -> None:
         try:
@@ -355,8 +353,7 @@ class ReaderItems(StageIterator):
             self._waiting[worker].fail(error)
             self._came[worker] += 1
             self.flow.items_out += 1
-            if self._log is not None:
-                self._log.of(worker).add(1, _NONE, ())
+            self._log.of(worker).add(1, _NONE, ())
             return
         worker, extras = self._stage.last.worker, self._extras()
         self._starts.pop(worker, None)
@@ -364,9 +361,8 @@ class ReaderItems(StageIterator):
         came = waiting.add(results, notes, worker)
         self._came[worker] += came
         self.flow.items_out += came
-        if self._log is not None:
-            gone = waiting.gone_of([note for note in notes if note.item is not None])
-            self._log.of(worker).add(came, extras, gone)
+        gone = waiting.gone_of([note for note in notes if note.item is not None])
+        self._log.of(worker).add(came, extras, gone)
         if "first" in extras and self._firsts.setdefault(extras["first"], worker) != worker:
             readers = len(self._waiting)
             warn_once(
@@ -415,23 +411,19 @@ class _Passing(OperatorIterator):
 
 
 class SourceItems(OperatorIterator):
-    """Items of a source until the epoch is left, and the places of left-out ones if they are in `rows`.
+    """Items of a source until the epoch is left.
 
     So steps that give nothing for a long time end, however many items the source has.
     """
 
-    def __init__(self, items: Iterator[Any], left: TaskContext, *, rows: bool) -> None:
+    def __init__(self, items: Iterator[Any], left: TaskContext) -> None:
         super().__init__(items)
-        self._left, self._rows = left, rows
+        self._left = left
 
     def __next__(self) -> Any:
-        while not self._left.cancelled:
-            try:
-                return self._pull()
-            except LeftOut:
-                if self._rows:
-                    raise
-        raise no_answer(IteratorClosed("this epoch was ended early"))
+        if self._left.cancelled:
+            raise no_answer(IteratorClosed("this epoch was ended early"))
+        return self._pull()
 
 
 class Sending(OperatorIterator):

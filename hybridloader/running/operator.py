@@ -397,10 +397,6 @@ class Operator(ABC):
     """True if it only counts, selects or reorders items, so that it needs no thread before a stage."""
     goes_first: ClassVar[bool] = False
     """True if it selects items by their numbers alone: it is moved before one-to-one functions."""
-    joins_by_number: ClassVar[bool] = False
-    """True if it joins the items of its `branches` by their numbers."""
-    keeps_gaps: ClassVar[bool] = True
-    """False if it forgets the places of items that ``on_error="skip"`` left out before it."""
     counted: bool = False
     """True for a source that has the same length in every epoch."""
     marks_inputs: ClassVar[bool] = False

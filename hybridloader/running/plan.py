@@ -41,8 +41,6 @@ class ChainPlan:
     chain: Chain
     path: Path
     nodes: tuple[Node, ...]
-    in_rows: bool
-    """True if a later `zip` numbers its items, so that those that are left out keep their places."""
     quick: bool
     """True if it need not be waited for."""
 
@@ -150,12 +148,10 @@ Node = OperatorNode | InlineNode | WorkerNode | RelayNode
 Cuts = Mapping[Path, Set[int]]  # numbers of functions that begin a node, by the path of their chain
 
 
-def lay_out(
-    chain: Chain, cuts: Cuts | None = None, path: Path = (), *, in_rows: bool = False
-) -> ChainPlan:
+def lay_out(chain: Chain, cuts: Cuts | None = None, path: Path = ()) -> ChainPlan:
     """Return the plan of one pipeline, and in it those of the chains that it is joined of.
 
-    `path` and `in_rows` are those of a chain that is a branch.
+    `path` is that of a chain that is a branch.
     """
     cuts = cuts or {}
     nodes: list[Node] = []
@@ -178,9 +174,8 @@ def lay_out(
         if isinstance(node, WorkerNode):
             node = replace(node, placement=replace(node.placement, backend=usable(node.backend)))
         if isinstance(node, OperatorNode):
-            rows = in_rows or node.operator.joins_by_number
             branches = (
-                lay_out(branch, cuts, (*path, len(nodes), number), in_rows=rows)
+                lay_out(branch, cuts, (*path, len(nodes), number))
                 for number, branch in enumerate(node.operator.branches())
             )
             node = replace(node, branches=tuple(branches))
@@ -189,7 +184,7 @@ def lay_out(
         add(_relay_behind(nodes[-1]))
     _mark_forwarded(nodes)
     placed = [replace(node, path=(*path, at)) for at, node in enumerate(nodes)]
-    return ChainPlan(chain, path, tuple(placed), in_rows, kinds[-1] == "quick")
+    return ChainPlan(chain, path, tuple(placed), kinds[-1] == "quick")
 
 
 def _relay_behind(node: Node) -> RelayNode:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import random
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,12 +20,9 @@ from hybridloader.errors import IteratorClosed
 from hybridloader.sampling import ShuffleSampler
 
 Event = tuple[str, Any]
-"""Item that `next` returned, or error that it raised: in the place of one, or beside them.
+"""Item that `next` returned, or error that it raised: in the place of one, or beside them."""
 
-Models have the places of items that were left out, too, where a `zip` counts them.
-"""
-
-GAP, CLOSED = ("gap", None), ("closed", "")
+CLOSED = ("closed", "")
 SEED = 1
 """Seed of all runs."""
 
@@ -191,8 +187,8 @@ def each(function: Callable[[Any], Iterable[Any]], policy: str = "raise") -> Mod
             except ArithmeticError as error:
                 if policy == "replace":
                     found = [("item", instead(item, error))]
-                else:
-                    found.append(("error", str(error)) if policy == "raise" else GAP)
+                elif policy == "raise":
+                    found.append(("error", str(error)))
             yield from found
 
     return model
@@ -426,7 +422,7 @@ def rows(lines: list[list[Event]], lossy: list[bool]) -> Iterator[Event]:
                 yield from [event, CLOSED]
                 return
             given.append(event)
-        failed = [event for event in given if event[0] == "error"] or [GAP] * (GAP in given)
+        failed = [event for event in given if event[0] == "error"]
         yield failed[0] if failed else ("item", tuple(item for _, item in given))
 
 
@@ -435,7 +431,7 @@ def rows(lines: list[list[Event]], lossy: list[bool]) -> Iterator[Event]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A pipeline to build; `make` takes the settings, `model` the epoch and whether a zip is behind.
+    """A pipeline to build; `make` takes the settings, `model` the epoch.
 
     `traits` has, in the order of the steps, an ``s`` for one that skips items, an ``l`` for one after
     which the number of an item is unknown, and a ``c`` for a cache; an ``e`` if the epoch matters.
@@ -443,7 +439,7 @@ class Recipe:
 
     name: str
     make: Callable[[Settings], Pipeline]
-    model: Callable[[int, bool], list[Event]]
+    model: Callable[[int], list[Event]]
     traits: str = ""
 
     def __repr__(self) -> str:
@@ -453,7 +449,7 @@ class Recipe:
         """What a run gives."""
         found = [
             ("error", item) if what == "beside" else (what, item)
-            for what, item in self.model(epoch, False)
+            for what, item in self.model(epoch)
         ]
         return found[: found.index(CLOSED) + 1] if CLOSED in found else found
 
@@ -472,7 +468,7 @@ def dataset(count: int, order: str) -> Recipe:
             return Pipeline.from_iterable(FailingSource(count))
         return Pipeline.from_dataset(range(count), shuffle=order == "shuffled", **place)
 
-    def model(epoch: int, in_rows: bool) -> list[Event]:
+    def model(epoch: int) -> list[Event]:
         numbers: Iterable[int] = range(count)
         if order == "shuffled":
             generator = torch.Generator().manual_seed(SEED + epoch)
@@ -610,26 +606,21 @@ def extended(before: Recipe, step: str) -> Recipe:
         return Recipe(
             f"{before}.repeat",
             lambda settings: settings.ahead(before.make(settings).repeat(2)),
-            lambda epoch, in_rows: [
-                *before.model(2 * epoch, in_rows),
-                *before.model(2 * epoch + 1, in_rows),
-            ],
+            lambda epoch: [*before.model(2 * epoch), *before.model(2 * epoch + 1)],
             before.traits,
         )
     build, model, traits = STEPS[step]
     return Recipe(
         f"{before}.{step}",
         lambda settings: settings.ahead(build(before.make(settings), settings)),
-        lambda epoch, in_rows: [
-            event for event in model(before.model(epoch, in_rows), epoch) if in_rows or event != GAP
-        ],
+        lambda epoch: [*model(before.model(epoch), epoch)],
         before.traits + traits,
     )
 
 
 def combined(how: str, *lines: Recipe) -> Recipe:
     traits = "".join(line.traits for line in lines) + "e" * how.startswith("mix")
-    if how == "zip" and any(re.search("s.*[slc]", line.traits) for line in lines):
+    if how == "zip" and any("s" in line.traits for line in lines):
         how = "concat"  # such a zip is refused
     weights = [*range(1, len(lines) + 1)]
     more: dict[str, Any] = {
@@ -643,11 +634,10 @@ def combined(how: str, *lines: Recipe) -> Recipe:
         first, *others = [line.make(settings) for line in lines]
         return getattr(first, how.partition(",")[0])(*others, **more.get(how, {}))  # type: ignore[no-any-return]
 
-    def model(epoch: int, in_rows: bool) -> list[Event]:
-        given = [line.model(epoch, in_rows or how == "zip") for line in lines]
+    def model(epoch: int) -> list[Event]:
+        given = [line.model(epoch) for line in lines]
         if how == "zip":
-            found = [*rows(given, ["l" in line.traits for line in lines])]
-            return found if in_rows else [event for event in found if event != GAP]
+            return [*rows(given, ["l" in line.traits for line in lines])]
         if how == "interleave":
             return in_turn(given, more[how]["block_length"])
         if how.startswith("mix"):

@@ -72,7 +72,7 @@ def test_each_step_goes_on_at_every_place(step: str) -> None:
     alone = EACH[step](dataset(7, "shuffled"))
     before_a_batch = extended(EACH[step](dataset(9, "failing")), "batch")
     in_rows = combined(
-        "zip", extended(EACH[step](dataset(9, "in order")), "map, skip"), dataset(30, "iterable")
+        "zip", extended(EACH[step](dataset(9, "in order")), "map, raise"), dataset(30, "iterable")
     )
     for stop in range(9):
         goes_on(alone, [stop, 1], [stop, stop + 1, stop + 2])
