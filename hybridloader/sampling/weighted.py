@@ -1,8 +1,7 @@
 """`WeightedSampler`: draws by weight from any number of indices; `torch.multinomial` ends at 2^24.
 
 Draw k of an epoch depends only on seed, epoch and k, by a counter-based generator (Philox). So it is
-computed without the draws before it. Weights are summed in float64, in short runs and then over the
-runs, so that small weights are not lost in a large sum.
+computed without the draws before it. Weights are summed in float64.
 """
 
 from __future__ import annotations
@@ -18,12 +17,6 @@ from hybridloader.sampling.resumable import ResumableSampler, fingerprint, weigh
 
 Floats = npt.NDArray[np.float64]
 
-RUN = 256
-"""Weights in a run: 2 KB of sums. The sums over the runs take 1.6 MB for 5e7 weights, which fits into a
-cache. A draw takes 0.4 us; `numpy.searchsorted` in all sums takes 1.9 us."""
-
-_BUILT_AT_ONCE = 4096 * RUN
-
 
 def uniform_draws(seed: int, epoch: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
     """Return random numbers `start` to before `stop` of `epoch`: whole, and below ``2**53``.
@@ -37,45 +30,6 @@ def uniform_draws(seed: int, epoch: int, start: int, stop: int) -> npt.NDArray[n
     words = np.asarray(generator.random_raw(stop - 4 * first), np.uint64)
     words >>= np.uint64(11)
     return words[start - 4 * first :]
-
-
-class Sums:
-    """Cumulative sums of the weights, in which `find` looks up categories.
-
-    They have two levels: the sums over runs of `RUN` weights, and the sums within each run. No weight is
-    negative, and not all are 0.
-    """
-
-    def __init__(self, weights: Floats) -> None:
-        # Scales the largest to about 1, which is exact, and does not overflow.
-        exponent = -int(np.frexp(weights.max())[1])
-        runs = -(-len(weights) // RUN)
-        self._within = np.zeros(runs * RUN)
-        for start in range(0, len(weights), _BUILT_AT_ONCE):
-            part = weights[start : start + _BUILT_AT_ONCE]
-            np.ldexp(part, exponent, out=self._within[start : start + len(part)])
-        table = self._within.reshape(runs, RUN)
-        for start in range(0, runs, 4096):
-            np.cumsum(table[start : start + 4096], axis=1, out=table[start : start + 4096])
-        # The remainder of a number in a run may be rounded up to the sum of the run, which is beyond
-        # its last weight.
-        self._ends = np.nextafter(table[:, -1], 0)
-        self._over = np.concatenate(([0.0], np.cumsum(table[:, -1])))
-
-    def find(self, draws: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Return the category of each of `draws`, which are whole numbers below ``2**53``."""
-        # Below the total, even when rounded: (1 - 2**-53) of it is nearer to the next number below.
-        sought = draws * (self._over[-1] * 2.0**-53)
-        run = np.searchsorted(self._over, sought, side="right") - 1
-        sought -= self._over[run]
-        np.minimum(sought, self._ends[run], out=sought)
-        found = run * RUN
-        step = RUN // 2
-        while step:  # a binary search in all runs at once: how many sums are not above `sought`
-            found += step * (self._within[found + (step - 1)] <= sought)
-            step //= 2
-        categories: npt.NDArray[np.int64] = found.astype(np.int64, copy=False)
-        return categories
 
 
 class WeightedSampler(ResumableSampler[int]):
@@ -113,7 +67,8 @@ class WeightedSampler(ResumableSampler[int]):
         super().__init__(len(given), seed, epoch)
         self.num_samples = whole("num_samples", num_samples, 1)
         self._fingerprint = fingerprint(given)
-        self._sums = Sums(given)
+        # Scaled, which is exact, so that the largest is about 1 and the sum does not overflow.
+        self._sums: Floats = np.cumsum(np.ldexp(given, -int(np.frexp(given.max())[1])))
 
     def at(self, k: int) -> int:
         """Return the k-th draw of the epoch `self.epoch`."""
@@ -127,4 +82,9 @@ class WeightedSampler(ResumableSampler[int]):
         return self.num_samples
 
     def _read(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        return self._sums.find(uniform_draws(self.seed, epoch, start, stop))
+        # Below the total, even when rounded: (1 - 2**-53) of it is nearer to the next number below.
+        sought = uniform_draws(self.seed, epoch, start, stop) * (self._sums[-1] * 2.0**-53)
+        order = sought.argsort()  # a search in ascending order reads nearby sums: half of the time
+        found = np.empty(len(sought), np.int64)
+        found[order] = np.searchsorted(self._sums, sought[order], side="right")
+        return found

@@ -132,14 +132,6 @@ def test_weights_may_come_in_any_form() -> None:
         assert list(WeightedSampler(weights, 50, seed=1)) == plain
 
 
-def test_runs_of_weights_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Built a few at a time or all at once."""
-    weights = np.random.default_rng(0).random(2000)
-    plain = list(WeightedSampler(weights, 5000, seed=1))
-    monkeypatch.setattr("hybridloader.sampling.weighted._BUILT_AT_ONCE", 256)
-    assert list(WeightedSampler(weights, 5000, seed=1)) == plain
-
-
 def test_the_weights_that_were_given_are_left_alone() -> None:
     weights = np.array([1.0, 2.0, 0.0, 3.0])
     sampler = WeightedSampler(weights, 3, seed=1)
