@@ -1,22 +1,20 @@
 """Run a script or a module in this process, as `python script.py` or `python -m module` would.
 
 It becomes ``__main__``, with its arguments and import path. Of this package it sees only the installed
-engine. Its tracebacks begin at its first line. Python handles its end: exit codes, Ctrl-C and exit
-handlers. `runpy` only finds modules here: if it ran them, it would remove ``__main__`` before exit
-handlers and the last threads have run.
+engine. Python handles its end: exit codes, Ctrl-C and exit handlers. `runpy` only finds modules here: if
+it ran them, it would remove ``__main__`` before exit handlers and the last threads have run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import pkgutil
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 
@@ -34,31 +32,6 @@ class Program(NamedTuple):
     folder: str  # first entry of its import path
 
 
-@contextlib.contextmanager
-def _beginning_with_its_own() -> Iterator[None]:
-    """Have `sys.excepthook` print the traceback of an error from the script's first line on."""
-    try:
-        yield
-    except BaseException as error:
-        hook, own, ours = sys.excepthook, __file__, error
-
-        def report(
-            kind: type[BaseException], raised: BaseException, traceback: TracebackType | None
-        ) -> None:
-            if raised is ours:
-                inner = last = traceback
-                while last is not None:
-                    if last.tb_frame.f_code.co_filename == own:
-                        inner = last.tb_next
-                    last = last.tb_next
-                traceback = raised.__traceback__ = inner
-            hook(kind, raised, traceback)
-
-        sys.excepthook = report
-        raise
-
-
-@_beginning_with_its_own()
 def script(path: str) -> Program:
     """Return the file at `path`, or the ``__main__.py`` of the folder or archive there."""
     file = os.path.join(os.getcwd(), path)  # as Python does: absolute, but not normalized
@@ -77,7 +50,6 @@ def script(path: str) -> Program:
     return Program(path, file, compile(source, file, "exec", dont_inherit=True), None, folder)
 
 
-@_beginning_with_its_own()
 def module(name: str) -> Program:
     """Return the module `name`, or the ``__main__`` of the package `name`."""
     folder = os.getcwd()
@@ -88,7 +60,6 @@ def module(name: str) -> Program:
     return Program(spec.origin, spec.origin, code, spec, folder)
 
 
-@_beginning_with_its_own()
 def run(program: Program, arguments: Sequence[str]) -> None:
     """Run `program`. Its last exception, `SystemExit` included, is raised here."""
     _import_from(program.folder)

