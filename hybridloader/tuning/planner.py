@@ -298,25 +298,11 @@ class Search:
         """Trials that did not fail, the fastest first.
 
         A plan that was tried before the bytes of a result were known, and exceeds the memory, is left
-        out, unless there is no other. So is one that changes an idle stage.
+        out, unless there is no other.
         """
         good = [trial for trial in self.trials.values() if trial.rates]
         within = [trial for trial in good if self._problem(trial.plan) is None]
-        kept = [trial for trial in within if self.chosen(trial) == trial.plan]
-        return sorted(kept or within or good, key=lambda trial: -trial.rate)
-
-    @property
-    def idle(self) -> list[int]:
-        """Numbers of stages that had no result while others had: they keep the workers of the start."""
-        return [at for at, cost in enumerate(self.costs) if cost is None] if any(self.costs) else []
-
-    def chosen(self, trial: Trial) -> Plan:
-        """Return the plan of `trial`, with the workers of the start for idle stages.
-
-        They differ if the plan of the start was not measured, for lack of time or beyond the limits.
-        """
-        idle = self.idle
-        return tuple(self.start[at] if at in idle else one for at, one in enumerate(trial.plan))
+        return sorted(within or good, key=lambda trial: -trial.rate)
 
     def keeps_up(self, trial: Trial) -> bool:
         """Return True if a rate is asked for, and this trial reached it."""
@@ -398,12 +384,8 @@ class Search:
         return tuple(stage.within(place) for stage in self.stages)
 
     def _problem(self, plan: Plan) -> str | None:
-        """Return the limit that `plan` exceeds, in words, but for idle stages; None if it keeps all."""
-        idle = self.idle
-        busy = [at for at in range(len(plan)) if at not in idle]
-        places = tuple(plan[at] for at in busy)
-        stages, costs = tuple(self.stages[at] for at in busy), tuple(self.costs[at] for at in busy)
-        return self.limits.problem(places, stages, costs)
+        """Return the limit that `plan` exceeds, in words; None if it keeps all."""
+        return self.limits.problem(plan, self.stages, self.costs)
 
     def _is_open(self, plan: Plan) -> bool:
         """Return True if a plan may be tried: within the limits, not tried, no backend that failed."""
@@ -447,8 +429,8 @@ class Search:
         `process` is the backend of its processes; None: it has none.
         """
         plan = tuple(
-            self.start[at] if at in self.idle else self._first_place(stage, cost, process)
-            for at, (stage, cost) in enumerate(zip(self.stages, self.costs, strict=True))
+            self._first_place(stage, cost, process)
+            for stage, cost in zip(self.stages, self.costs, strict=True)
         )
         while self._problem(plan) is not None:
             widest = max(range(len(plan)), key=lambda at: (plan[at].workers, plan[at].threads))
@@ -488,10 +470,9 @@ class Search:
 
     def _neighbors(self, trial: Trial) -> Iterator[Plan]:
         """Yield plans beside that of `trial`: those of its busiest stage first."""
-        busy = set(range(len(self.stages))).difference(self.idle)
         cheaper = self.keeps_up(trial)  # only cheaper ones are of use
         loads = [0.0 if cost is None else cost.load for cost in trial.stages or self.costs]
-        for at in sorted(busy, key=lambda at: -loads[at]):
+        for at in sorted(range(len(loads)), key=lambda at: -loads[at]):
             for place in self._beside(trial.plan[at], self.stages[at]):
                 plan = (*trial.plan[:at], place, *trial.plan[at + 1 :])
                 if not cheaper or price(plan) < price(trial.plan):
@@ -542,12 +523,7 @@ class Search:
             why = "it is the fastest"
         else:
             why = f"it is as fast as {shown(fastest.plan)} within the noise, and cheaper"
-        idle = ", ".join(self.stages[at].name for at in self.idle)
-        return (
-            f"{shown(self.chosen(best))}: {why}."
-            + (f" {kinds}." if kinds else "")
-            + (f" No trial had a result of {idle}, which keeps its workers." if idle else "")
-        )
+        return f"{shown(best.plan)}: {why}." + (f" {kinds}." if kinds else "")
 
 
 _WORDS = {

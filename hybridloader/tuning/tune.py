@@ -226,7 +226,7 @@ class Tuner:
         before = self.search.trials.get(self.subject.start)
         return Tuning(
             trials=tuple(self.search.trials.values()),
-            plan=self.search.chosen(best),
+            plan=best.plan,
             rate=best.rate,
             before=before.rate if before is not None and before.rates else None,
             target=self.search.target,

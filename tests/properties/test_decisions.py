@@ -121,17 +121,6 @@ def test_a_pipeline_gets_a_place_for_each_stage() -> None:
     assert tuning.rate > 2 * tuning.before
 
 
-@pytest.mark.parametrize("seconds", [0.01, 20])
-@pytest.mark.parametrize("place", [INLINE, Place("fork", 64)])
-def test_a_stage_without_results_keeps_its_workers(place: Place, seconds: float) -> None:
-    """Also if there was no time to measure the plan as it was, so that no trial has these workers."""
-    subject = Scripted((WORKLOADS["waiting"], Cost(idle=True)), (INLINE, place))
-    tuning = tuned(subject, seconds=seconds)
-    assert tuning.plan[1] == place
-    assert "No trial had a result of stage 1, which keeps its workers." in tuning.reason
-    assert str(tuning).count("  chosen") == 1
-
-
 def test_noise_does_not_decide() -> None:
     """Rates of a plan swing by a half; two threads are no faster than one, and one is cheaper."""
     subject = Scripted((Cost(locked=2e-3),), (Place("threads", 1),))

@@ -40,12 +40,9 @@ class Cost:
     sending: float = 0.0
     crowd: float = 0.0
     handing: float = 20e-6
-    idle: bool = False  # no trial has a result of it
 
     def rate(self, plan: Plan, cores: float, at: int = 0) -> float:
         """Return results a second of one stage alone."""
-        if self.idle:
-            return float("inf")
         place = plan[at]
         together, groups = place.concurrent, max(1, place.processes)
         cpu = self.free + self.held + (self.sending if place.processes else 0.0)
@@ -75,9 +72,6 @@ class _Running(Running):
     def stages(self) -> tuple[Costs | None, ...]:
         found: list[Costs | None] = []
         for at, cost in enumerate(self._subject.costs):
-            if cost.idle:
-                found.append(None)
-                continue
             together = self._plan[at].concurrent
             alone = cost.rate(self._plan, self._subject.cores, at)
             busy = together / alone
