@@ -215,7 +215,6 @@ class Measures(NamedTuple):
     slices: SliceReport | None = None  # activities of the worker with their times, for a trace
     others: tuple[Measures, ...] = ()
     """Measures of workers that only fetched samples of tasks which other workers answered."""
-    first: bool = False  # True for the measures of the worker's first task
     collating: float = 0.0
     """Fraction of the last task that was spent in `collate_fn`; 0 if the tasks are too short."""
     idle: float = 0.0  # seconds that an event loop waited for events that coroutines await
@@ -379,8 +378,7 @@ class Meter:
         last, reported, busy = ended - began, self._reported, self.busy
         spans = [*self._parts, (began, ended, last)]
         before = busy - sum(seconds for _, _, seconds in spans)
-        first = reported == float("-inf")
-        if before > 1e-9 and first:
+        if before > 1e-9 and reported == float("-inf"):
             spans.insert(0, (began - before, began, before))
         elif before > 1e-9 and reported < began:
             # They were not due before, so they ended within `EVERY` seconds of the last report.
@@ -398,7 +396,6 @@ class Meter:
             retried,
             None if self.slices is None else self.slices.report(ended + EVERY),
             (),
-            first,
             (fetched - self.parts.gathered) / (last + spent)
             if self.looks and self.parts.gathered and last > 0
             else 0.0,

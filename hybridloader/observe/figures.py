@@ -157,8 +157,6 @@ class StageRecord(StageStats):
     """Seconds from the end of a task until its result was received, for results that were waited for."""
     since: float | None = None  # time before which spans were dropped
     first: float | None = None  # time at which its first task began
-    firsts: tuple[Wait, ...] = ()  # times of the first task of each worker
-    later: float | None = None  # mean seconds of the other tasks; None if there were none
     parts: tuple[float, ...] = ()
     """Busy seconds of each worker, if each worker reads a separate part of the data."""
     coroutines: CoroutineUse | None = None
@@ -304,10 +302,6 @@ def percentile(loop: LoopRecord, waits: Sequence[Wait], part: float) -> float:
 
 LOOP = "your loop"  # name of the row of the loop that takes the items
 
-FIRST = 3
-"""A worker's first task counts as slow from this multiple of its other tasks: then most of its time is
-start-up work, such as opening a file."""
-
 NOTHING = 0.25
 """A worker with less than this fraction of the busiest worker's time has next to nothing to do."""
 
@@ -329,8 +323,6 @@ class Figures:
     p50: float
     p99: float
     by_stage: tuple[float, ...]  # seconds of the stall that belong to each stage
-    late: float  # seconds of all waits until the first task began, and no source was busy
-    opening: float  # seconds of all waits in which workers did slow first tasks
 
     @property
     def share(self) -> float:
@@ -364,11 +356,6 @@ class Figures:
             loads = [stage.load for stage in stages]
             shares = [load / max(1.0, sum(loads)) for load in loads]
         measured = length(seen) if seen else 1.0
-        firsts = [stage.first for stage in stages if stage.first is not None]
-        sources = [span[:2] for stage in stages if stage.source for span in stage.spans]
-        idle = between(loop.began, min(firsts, default=loop.began), sources)
-        slow = [Span(*wait) for stage in stages for wait in slow_firsts(stage)]
-        late, opening = stall_by_stage([idle, slow], loop.waits)
         return cls(
             recording=recording,
             names=_names(stages),
@@ -380,17 +367,7 @@ class Figures:
             p50=percentile(loop, later, 0.5),
             p99=percentile(loop, later, 0.99),
             by_stage=tuple(stall * share / measured for share in shares),
-            late=late,
-            opening=opening,
         )
-
-
-def slow_firsts(stage: StageRecord) -> list[Wait]:
-    """Return the times of first tasks that took a multiple of the mean of later ones."""
-    if stage.later is None:
-        return []
-    least = FIRST * stage.later
-    return [wait for wait in stage.firsts if wait.ended - wait.began >= least]
 
 
 def without_data(stage: StageRecord) -> int:

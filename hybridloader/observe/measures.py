@@ -34,7 +34,6 @@ from hybridloader.observe.figures import (
     StageRecord,
     Wait,
     between,
-    length,
 )
 
 _CGROUPS = Path(system.ROOT, "sys/fs/cgroup")
@@ -383,7 +382,6 @@ class StageMeasures:
         self.full: float | None = None  # when the stage was full for the first time
         self._seconds: dict[str, float] = {}  # those that are known, by their field of the record
         self._use = CoroutineUse("", self._concurrency, 0, 0.0, 0.0)
-        self._firsts: list[Wait] = []
         self._busy_of = [0.0] * self.workers
         self._retried = 0
         self._weight = self._weighed = 0  # bytes of some results, and their number
@@ -482,8 +480,6 @@ class StageMeasures:
                 self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         if measures.wait_for_gil is not None:
             self._gil_waits.append(measures.wait_for_gil)
-        if measures.first:
-            self._firsts.append(Wait(measures.spans[0][0], measures.spans[-1][1]))
         use = self._use
         self._use = use._replace(
             begun=use.begun + measures.coroutines,
@@ -567,8 +563,6 @@ class StageMeasures:
 
         Without `each`, the caller replaces the seconds of workers that were busy, and those by cause.
         """
-        firsts = tuple(self._firsts)
-        others = self._tasks - len(firsts)
         return StageRecord(
             name=name,
             backend=self.backend.name,
@@ -589,8 +583,6 @@ class StageMeasures:
             latencies=snapshot(self._latencies),
             since=self._dropped,
             first=self.first,
-            firsts=firsts,
-            later=(self.busy - length(firsts)) / others if firsts and others > 0 else None,
             parts=tuple(self._busy_of) if self._in_turn else (),
             coroutines=self._use._replace(step=name) if self._concurrency else None,
             full=self.full,

@@ -18,7 +18,6 @@ from hybridloader.observe.figures import (
     Figures,
     StageRecord,
     length,
-    slow_firsts,
     stall_by_stage,
     within,
     without_data,
@@ -39,9 +38,9 @@ in which none is."""
 
 NEAR = 1.25  # a share within this factor of its threshold may be beyond it in the next run
 
-START = 0.2
-"""From this share of the time on, waiting for the start, or before the prefetch was full, matters:
-persistent workers could gain at most 25 %."""
+START, MAINLY = 0.2, 2
+"""From this share of the time on, waiting before the prefetch was full matters: persistent workers could
+gain at most 25 %. It must be this multiple of the later waits: slow loading has both."""
 
 MOST = 0.5  # share from which a part of the work is most of it
 
@@ -144,27 +143,26 @@ def judge(figures: Figures) -> Verdict:
 
 
 def _slow_start(figures: Figures) -> Verdict | None:
-    """Judge a loop that mostly waited for workers to start, and for their slow first tasks."""
-    loop, stages = figures.recording.loop, figures.recording.stages
-    whole, waited = loop.ended - loop.began, figures.late + figures.opening
-    rest = max(0.0, loop.waited - waited)
-    if waited < max(START * whole, LEAST_SECONDS) or waited <= rest:
-        return None
-    late = figures.late >= figures.opening
-    if late:
-        begun = [stage for stage in stages if stage.first is not None]
-        stage = min(begun, key=lambda stage: stage.first or 0.0)
-        why = f"until the first worker began its work, {time(rest)} for everything else"
-    else:
-        stage = max(stages, key=lambda stage: length(slow_firsts(stage)))
-        firsts = sorted(wait.ended - wait.began for wait in slow_firsts(stage))
-        why = (
-            f"for their first tasks, {time(rest)} for everything else; first tasks took "
-            f"{time(firsts[len(firsts) // 2])}, later ones {time(stage.later or 0.0)}, probably "
-            "because the first ones open or load something"
+    """Judge a loop that mostly waited before the prefetch was full, as for workers to start."""
+    loop, stages, full = figures.recording.loop, figures.recording.stages, figures.full
+    whole, warmup = loop.ended - loop.began, figures.warmup
+    if full is None:  # of a few slow batches only the time before the first one is the start
+        begun = min(
+            (stage.first for stage in stages if stage.first is not None), default=loop.began
         )
-    held = f"The bottleneck is the start of the workers: the loop waited {time(waited)} of {time(whole)}"
-    return Verdict("start", None, None, f"{held} {why}.", for_start(stage, late=late))
+        warmup = length(within(loop.waits, loop.began, begun))
+    if warmup < max(START * whole, LEAST_SECONDS) or warmup < MAINLY * (loop.waited - warmup):
+        return None
+    waits = within(loop.waits, loop.began, loop.ended if full is None else full)
+    shares = stall_by_stage([stage.spans for stage in stages], waits)
+    most = max(range(len(stages)), key=lambda at: (shares[at], not stages[at].source))
+    part = f", most of it for {figures.names[most]}" if shares[most] >= MOST * warmup else ""
+    return Verdict(
+        *("start", None, None),
+        f"The bottleneck is the start: your loop waited {time(warmup)} of {time(whole)} before the "
+        f"prefetch was full{part}, and {time(loop.waited - warmup)} after that.",
+        for_start(stages[most]),
+    )
 
 
 def _too_short(figures: Figures) -> Verdict | None:
@@ -203,22 +201,8 @@ def _held_loop(figures: Figures) -> Verdict | None:
 
 
 def _fast(figures: Figures) -> Verdict:
-    """Judge a loop that hardly waits, unless it did before the prefetch was full."""
-    loop, stages, warmup = figures.recording.loop, figures.recording.stages, figures.warmup
-    whole = loop.ended - loop.began
-    if warmup >= START * whole and warmup > figures.stall:
-        waits = within(loop.waits, loop.began, figures.full or loop.ended)
-        shares = stall_by_stage([stage.spans for stage in stages], waits)
-        most = max(shares, default=0.0)
-        named = bool(shares) and most >= MOST * warmup
-        part = f", most of it for {figures.names[shares.index(most)]}" if named else ""
-        return Verdict(
-            *("start", None, None),
-            f"Your loop waited {time(warmup)} of {time(whole)} before the prefetch was full{part}, "
-            f"and {time(figures.stall)} after that.",
-            "Loading was fast enough after that, so a longer epoch waits for a smaller share of its "
-            "time; make the first batches come sooner.",
-        )
+    """Judge a loop that hardly waits."""
+    stages = figures.recording.stages
     fewer = ", or take workers away" if any(stage.num_workers > 1 for stage in stages) else ""
     return Verdict(
         *("loop", None, None),
@@ -433,18 +417,14 @@ def advice_on(figures: Figures, stage: StageRecord, kind: str | None) -> str:
     return _more_workers(figures, stage, kind)
 
 
-def for_start(stage: StageRecord, *, late: bool) -> str:
-    """Return the advice if workers start `late`, or else are slow with their first tasks."""
-    less = "load less at their start" if late else "open or load less with the first sample"
-    if stage.backend == "inline" or stage.options.get("persistent_workers"):
-        kept = "Later epochs do not wait for it" if late else "Keep it open for later epochs"
-        return f"{kept}, or {less}."
+def for_start(stage: StageRecord) -> str:
+    """Return the advice for a run that mostly waited for its start."""
     kept = "Later epochs of epochs() do not wait for it"
-    if "persistent_workers" in stage.options:
+    if stage.backend == "inline" or stage.options.get("persistent_workers"):
+        kept = "Keep what it opens for later epochs"
+    elif "persistent_workers" in stage.options:
         kept = "Keep workers for later epochs (persistent_workers=True)"
-    if late and not stage.in_process and "backend" in stage.options:
-        return f"{kept}, {less}, or use threads."
-    return f"{kept}, or {less}."
+    return f"{kept}, or open and load less at the start and with the first samples."
 
 
 def for_cores(cores: CoreUse, kind: str | None) -> str:

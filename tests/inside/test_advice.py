@@ -159,6 +159,5 @@ def test_what_is_advised_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch)
                 if kind == "waits":
                     taken |= set(change)
     assert waiting <= taken, "and these are advised where it waits"
-    for late in (False, True):
-        for change in changes(for_start(stage, late=late)):
-            make(**change)
+    for change in changes(for_start(stage)):
+        make(**change)

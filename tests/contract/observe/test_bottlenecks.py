@@ -244,9 +244,8 @@ def test_a_file_that_workers_open_with_their_first_sample_is_their_start(
         time.sleep(NAP)
     verdict = loader.stats().verdict
     assert verdict.cause == "start", str(loader.stats())
-    assert "for their first tasks" in verdict.evidence
     kept = "persistent_workers" in options
-    assert ("Keep it open" if kept else "persistent_workers=True") in verdict.advice
+    assert ("Keep what it opens" if kept else "persistent_workers=True") in verdict.advice
     if kept:
         for _ in loader:
             time.sleep(NAP)
