@@ -6,23 +6,20 @@ Once there is a whole one, the steps before the cache are not even opened.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import mmap
 import os
 import re
+import reprlib
 import stat
 import struct
 import sys
 import tempfile
-import types
 import weakref
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
-from itertools import islice
 from typing import Any
 
 from hybridloader._support import system
@@ -77,7 +74,6 @@ class Cache(Operator):
 
     cheap = keeps_count = True
     counts_errors = True  # what is kept has none
-    keeps_gaps = False  # what was left out has no place in what is kept
 
     def __post_init__(self) -> None:
         if self.path is not None:
@@ -279,10 +275,32 @@ def _warn_of(path: str | None, error: BaseException) -> None:
 
 # -- the description of the steps before a cache
 
-_ENDS = 32
-"""Items at each end of a container that are described; with its length, they stand for all."""
+_LONGEST = 10_000  # most characters of a repr that are described
 
-_LONGEST = 10_000  # most characters of a repr
+_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
+
+
+class _StableRepr(reprlib.Repr):
+    """Reprs that are the same in every run: without addresses, with sets in order.
+
+    The first 64 items stand for a container, and its ends for any other long repr.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 64
+        self.maxstring = self.maxother = _LONGEST
+
+    def repr_partial(self, value: Any, level: int) -> str:
+        return self.repr1((value.func, value.args, value.keywords), level)
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        if is_dataclass(value) and not isinstance(value, type):
+            named = {
+                field.name: getattr(value, field.name) for field in fields(value) if field.repr
+            }
+            return f"{type(value).__qualname__}({self.repr1(named, level)})"
+        return _ADDRESS.sub("", super().repr_instance(value, level))
 
 
 def fingerprint_of_steps(chain: Chain) -> str:
@@ -290,7 +308,7 @@ def fingerprint_of_steps(chain: Chain) -> str:
     steps = []
     for operator in chain.operators:
         branches = "".join(f"[{fingerprint_of_steps(branch)}]" for branch in operator.branches())
-        values = in_words(_values(operator)).encode(errors="surrogatepass")
+        values = _StableRepr().repr(_values(operator)).encode(errors="surrogatepass")
         digest = hashlib.blake2b(values, digest_size=5).hexdigest()
         steps.append(f"{operator.describe(None)} #{digest}{branches}")
     return " -> ".join(steps)
@@ -317,42 +335,6 @@ def _values(operator: Operator) -> dict[str, Any]:
         found["on_error"] = operator.placement.on_error
         found["seeding"] = operator.placement.seeding
     return found
-
-
-def in_words(value: Any, depth: int = 6) -> str:  # of containers within one another
-    """Describe a value in words that are the same in every run: its repr, if that is short and stable.
-
-    Otherwise its type stands for it. A container stands for its length and its ends, and a function for
-    its name.
-    """
-    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-        return f"{value.__module__}.{value.__qualname__}"
-    kind = type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if depth == 0:
-        return name
-    if kind is functools.partial:
-        value = (value.func, value.args, value.keywords)
-    elif kind is types.MethodType:
-        value = (value.__func__, value.__self__)
-    elif kind in (set, frozenset):
-        value = sorted(in_words(item, depth - 1) for item in value)
-    elif is_dataclass(value):  # an address in one field's repr hides no other field
-        value = {field.name: getattr(value, field.name) for field in fields(value) if field.repr}
-    if type(value) in (list, tuple, deque, dict):
-        ends = value if len(value) <= 2 * _ENDS else _both_ends(value)
-        items = ([key, value[key]] for key in ends) if isinstance(value, dict) else ends
-        return f"{name} of {len(value)}: {[in_words(item, depth - 1) for item in items]}"
-    try:
-        text = repr(value)
-    except Exception:
-        return name
-    stable = len(text) <= _LONGEST and " at 0x" not in text
-    return f"{name}: {text}" if stable else name
-
-
-def _both_ends(items: Any) -> list[Any]:
-    return [*islice(items, _ENDS), *islice(reversed(items), _ENDS)]
 
 
 # -- file of a cache: the items of one epoch are written, and read back
@@ -382,8 +364,7 @@ _ALIGNED = 64
 _DIGESTS = re.compile(" #[0-9a-f]{10}")
 """Digest, in a fingerprint, of the values that a step was given."""
 
-_BLOCK = 64 * 1024
-"""Bytes that are gathered before they are written; a piece as large is not copied."""
+_BLOCK = 64 * 1024  # bytes of a record from which on its pieces are written one by one, uncopied
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -423,9 +404,7 @@ class Writer:
         self._path, self._fingerprint = path, fingerprint
         self._temporary, self._fd = temporary, fd
         self._finalizer = weakref.finalize(self, _remove, fd, temporary, os.getpid())
-        # All the mutable state, besides the file. The block is our own and no BufferedWriter's, which
-        # in a fork of this process would write what it holds once more.
-        self._block = bytearray()
+        # All the mutable state, besides the file:
         self._position = 0
         self._starts = array("Q")
         try:
@@ -458,7 +437,6 @@ class Writer:
         numbers = struct.pack("=QQ", self._position, len(description))
         digest = _digest(description, self._starts, numbers)
         self._put(description, self._starts.tobytes(), numbers, digest, _END)
-        self._flush()
         self._finalizer.detach()
         try:
             os.close(self._fd)
@@ -472,19 +450,10 @@ class Writer:
         self._finalizer()
 
     def _put(self, *pieces: Any) -> None:
-        for piece in pieces:
-            self._position += len(piece)
-            if len(piece) < _BLOCK:
-                self._block += piece
-            else:
-                self._flush()
-                _write(self._fd, piece)
-        if len(self._block) >= _BLOCK:
-            self._flush()
-
-    def _flush(self) -> None:
-        block, self._block = self._block, bytearray()
-        _write(self._fd, block)
+        size = sum(map(len, pieces))
+        self._position += size
+        for piece in pieces if size >= _BLOCK else (b"".join(pieces),):
+            _write(self._fd, piece)
 
 
 def _write(fd: int, piece: Any) -> None:
