@@ -1,12 +1,8 @@
-"""Contract suite for authors of backends, and tools for tests that replace waiting.
+"""Contract suite for authors of backends, and a tool for tests that replaces waiting.
 
 `BackendContract` is the executable form of `hybridloader.engine.contract`: subclass it in a test
-module, set `backend`, and pytest runs the suite. The other tools are:
-
-- `Gate` stops workers of any kind until the test opens it;
-- `FakeClock` and `ScriptedBackend` let a test script events and times, without any worker.
-
-The rest of the package does not import this one.
+module, set `backend`, and pytest runs the suite. `Gate` stops workers of any kind until the test opens
+it. The rest of the package does not import this module.
 """
 
 from __future__ import annotations
@@ -18,8 +14,8 @@ import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,28 +40,10 @@ from hybridloader.engine.messages import (
 )
 from hybridloader.engine.worker import get_worker_info
 
-__all__ = [
-    "BackendContract",
-    "Call",
-    "Count",
-    "FakeClock",
-    "Gate",
-    "ScriptedBackend",
-    "ScriptedCrew",
-]
+__all__ = ["BackendContract", "Call", "Count", "Gate"]
 
 DEADLINE = 60.0
 """Seconds after which a test that waits for a worker gives up; a correct test never waits that long."""
-
-
-class FakeClock:
-    """Clock that a test sets: ``clock()`` returns `now`, in seconds."""
-
-    def __init__(self, now: float = 0.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Gate:
@@ -115,61 +93,6 @@ class Gate:
 def _remove(folder: Path, owner: int) -> None:
     if os.getpid() == owner:  # a fork has a copy of the gate
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@dataclass
-class ScriptedBackend(Backend):
-    """Backend whose workers follow a script.
-
-    Parameters
-    ----------
-    script
-        Events that successive calls of `wait` return. An item may be a function of the crew, which may
-        look at `crew.sent`, and move a `FakeClock`.
-    """
-
-    script: Iterable[Sequence[Event] | Callable[[ScriptedCrew], Sequence[Event]]] = ()
-    crews: list[ScriptedCrew] = field(default_factory=list)
-    name: ClassVar[str] = "scripted"
-    in_process: ClassVar[bool] = True
-
-    def open(self) -> Crew:
-        crew = ScriptedCrew(iter(self.script))
-        self.crews.append(crew)
-        return crew
-
-
-class ScriptedCrew(Crew):
-    """Crew that records its calls in `started`, `sent`, `killed`, `woken` and `closed`."""
-
-    def __init__(
-        self, script: Iterator[Sequence[Event] | Callable[[ScriptedCrew], Sequence[Event]]]
-    ) -> None:
-        self._script = script
-        self.started: list[int] = []
-        self.sent: list[tuple[int, Message]] = []
-        self.killed: list[int] = []
-        self.woken = self.closed = 0
-
-    def start(self, worker: int, spec: WorkerSpec) -> None:
-        self.started.append(worker)
-
-    def send(self, worker: int, message: Message) -> None:
-        self.sent.append((worker, message))
-
-    def wait(self, timeout: float | None) -> Sequence[Event]:
-        for step in self._script:
-            return step(self) if callable(step) else step
-        raise AssertionError(f"the script has ended, but wait was called again; sent: {self.sent}")
-
-    def wake(self) -> None:
-        self.woken += 1
-
-    def kill(self, worker: int) -> None:
-        self.killed.append(worker)
-
-    def close(self) -> None:
-        self.closed += 1
 
 
 class Running:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.scripted import ScriptedBackend, ScriptedCrew
 from support.supervised import (
     BYTES,
     PAGES,
@@ -29,7 +30,7 @@ from hybridloader.engine import (
     WorkerSpec,
 )
 from hybridloader.errors import IteratorClosed, NotReady
-from hybridloader.testing import Call, ScriptedBackend, ScriptedCrew
+from hybridloader.testing import Call
 
 WORKERS, WINDOW = 2, 4
 

@@ -11,13 +11,13 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from support.scripted import FakeClock, ScriptedCrew
 from support.supervised import QUICK, answer, ready, tasks
 from support.supervised import stage as made_stage
 
 from hybridloader import WorkerDied, WorkerTimeout
 from hybridloader.engine import ByReference, Done, Event, Exited
 from hybridloader.errors import IteratorClosed
-from hybridloader.testing import FakeClock, ScriptedCrew
 
 stage = partial(made_stage, policy=None, lookahead=2)
 

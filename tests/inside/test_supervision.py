@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.scripted import FakeClock, ScriptedCrew
 from support.supervised import START, answer, dead, passing, ready, stage
 
 from hybridloader import RestartPolicy, WorkerDied
 from hybridloader.engine import Begin, Event, Exhausted, Exited, Task, WorkerSpec
-from hybridloader.testing import FakeClock, ScriptedCrew
 
 
 def test_where_no_worker_ever_gets_ready_the_error_says_so_in_the_end() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.scripted import FakeClock, ScriptedBackend, ScriptedCrew
 
 from hybridloader._support.user_objects import Raised, no_answer, size_of
 from hybridloader.engine import ByReference, Done, Event, Ready, WorkerSpec
@@ -25,7 +26,7 @@ from hybridloader.engine.feed import (
 )
 from hybridloader.engine.stage import Stage
 from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerDied, WorkerTimeout
-from hybridloader.testing import Call, FakeClock, ScriptedBackend, ScriptedCrew
+from hybridloader.testing import Call
 
 
 def started(*args: Any, **options: Any) -> Relay:

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.scripted import FakeClock
 
 from hybridloader import Pipeline, Threads
 from hybridloader.engine import ByReference, Done
 from hybridloader.fetching.readers import Step, WorkFetch
 from hybridloader.observe import measures as measures_module
 from hybridloader.observe.measures import CoreUsage, StageMeasures, affinity, limit, share
-from hybridloader.testing import FakeClock
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files of Linux")
 

@@ -7,9 +7,9 @@ from collections import deque
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.scripted import FakeClock
 
 from hybridloader.engine.meter import EVERY, Measures, Meter, Metering
-from hybridloader.testing import FakeClock
 
 
 def metered(meter: Meter, clock: FakeClock, took: float, packing: float = 0.0) -> Measures | None:

@@ -10,7 +10,7 @@ from hybridloader.engine import ByReference, Done, Event, Exited, Ready, Task, W
 from hybridloader.engine.scheduler import BYTES, PAGES, TASKS, ReorderLimit, least_busy
 from hybridloader.engine.stage import QUICK, START, Stage
 from hybridloader.fetching.readers import MapFetch
-from hybridloader.testing import FakeClock, ScriptedBackend, ScriptedCrew
+from support.scripted import FakeClock, ScriptedBackend, ScriptedCrew
 
 __all__ = ["BYTES", "PAGES", "QUICK", "START", "TASKS", "ReorderLimit", "Stage"]
 __all__ += ["least_busy"]
