@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import copyreg
 import ctypes
-import gc
 import pickle
 import re
 import sys
-import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
-from operator import attrgetter, methodcaller
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support.inheritance import reducing_pickler, registered
@@ -56,25 +54,18 @@ class Tensors:
 
     Tensors over one storage would arrive with separate storages. So if the first pickling finds such
     tensors, the value is pickled again, with the used part of their storage once.
-
-    If `in_blocks`, it puts small ones into blocks, after the first few.
     """
 
-    def __init__(self, *, in_blocks: bool = False) -> None:
-        self._few = FEW if in_blocks else sys.maxsize
+    def __init__(self) -> None:
         # All the mutable state:
-        self.met: list[Any] = []  # tensors that were reduced alone since the last `forget`
+        self.met: list[Any] = []  # tensors that were reduced since the last `forget`
         self.bases: dict[int, list[_Base]] = {}  # in order, by the address of their storage
-        self.blocks = Blocks()
-        self.numbers = 0  # `AsTensor` objects that were reduced alone
 
     def way_of(self, kind: type) -> Callable[[Any], Any] | None:
         """Return the function that reduces objects of this class; None leaves them to the pickler.
 
         A process that has not imported torch or numpy has none of their objects to send.
         """
-        if kind is AsTensor:
-            return self._reduce_numbers
         torch: Any = sys.modules.get("torch")
         if torch is not None and issubclass(kind, torch.Tensor):
             # Not as registered with `ForkingPickler`, as by MONAI: that sends a storage, for which only
@@ -96,8 +87,6 @@ class Tensors:
         return reduced
 
     def reduce(self, tensor: torch.Tensor) -> Any:
-        if len(self.met) >= self._few and (reduced := self._together(tensor)) is not None:
-            return reduced
         name = name_of(tensor.dtype)
         # For another dtype `numpy()` would raise, which takes as long as packing a small batch.
         if name in NUMPY_HAS and not (tensor.requires_grad or self.bases):
@@ -110,28 +99,6 @@ class Tensors:
                 self.met.append(tensor)
                 return rebuild_tensor, (pickle.PickleBuffer(array), name, array.shape, None, False)
         return self._reduce(tensor)
-
-    def _together(self, tensor: torch.Tensor) -> Any:
-        """Reduce `tensor` together with others; None if it must be reduced alone."""
-        try:
-            block = self.blocks[tensor.dtype, tensor.shape]
-            if block is None or tensor.requires_grad or not tensor.is_contiguous():
-                return None
-            if self.bases and tensor.untyped_storage().data_ptr() in self.bases:
-                return None
-        except RuntimeError:  # nested and sparse tensors lack some of these attributes
-            return None
-        block.take(tensor)
-        return block.way
-
-    def _reduce_numbers(self, numbers: AsTensor) -> Any:
-        if self.numbers >= self._few:
-            block = self.blocks[numbers.dtype, numbers.shape]
-            if block is not None:
-                block.take(numbers)
-                return block.way
-        self.numbers += 1
-        return numbers.__reduce__()
 
     def _reduce(self, tensor: torch.Tensor) -> Any:
         torch = _torch()
@@ -170,9 +137,9 @@ class Tensors:
         place = bisect_right(bases, start, key=lambda base: base.start)
         return bases[place - 1] if place and end <= bases[place - 1].end else None
 
-    def several_over_one_storage(self, more: Iterable[Any] = ()) -> bool:
-        """Prepare another pickling, and return True, if tensors of `met` and `more` share a storage."""
-        met = [*self.met, *more]
+    def several_over_one_storage(self) -> bool:
+        """Prepare another pickling, and return True, if tensors share a storage."""
+        met = self.met
         if len(met) < 2 or self.bases:
             return False
         storages = [tensor.untyped_storage().data_ptr() for tensor in met]
@@ -187,23 +154,6 @@ class Tensors:
                 storage = group[0].untyped_storage()
                 self.bases[key] = [_Base(storage, *part) for part in parts]
         return bool(self.bases)
-
-    def another_pass(self) -> bool:
-        """Prepare another pickling, and return True, if the value must be pickled again."""
-        blocks = self.blocks
-        if not blocks.made:
-            return self.several_over_one_storage()
-        if all(block.gather() for block in blocks.made):  # they can be joined
-            of_torch = [block for block in blocks.made if type(block.dtype) is not str]
-            tensors = [tensor for block in of_torch for tensor in block.tensors]
-            if not self.several_over_one_storage(tensors):
-                return False
-            blocks.forget(closed=blocks.closed)
-        else:
-            blocks.forget(closed=True)
-            self.met.clear()
-        self.numbers = 0
-        return True
 
     def forget(self) -> None:
         """Reset for another pickle."""
@@ -446,178 +396,6 @@ def _rebuild_sparse(
     return made.requires_grad_() if grad else made
 
 
-# -- blocks: many small tensors of one pickle, sent as one buffer for each kind
-#
-# A tensor that is reduced alone costs about 2 microseconds to pack and 1 to 2 to rebuild, whatever its
-# size. So after the first `FEW`, small tensors are put into blocks. A block holds the tensors of one
-# dtype and row shape; their lengths may differ. For each tensor, the pickle contains only a call of
-# `next` on an iterator. The iterator replaces one of the pickle's buffers. An outer pickle loads the
-# iterators first (`_around`).
-#
-# Each rebuilt tensor has its own storage. Those of at most `PADDED` bytes share pieces of at most
-# `SMALL` bytes, so a tensor that is kept keeps no more than that alive.
-
-FEW = 16
-"""Number of tensors of a pickle that are reduced alone before blocks are used. Making and opening a
-block takes as long as about 10 tensors."""
-
-SMALL = 4096
-"""Bytes of a tensor above which it is reduced alone, and of the pieces that hold small ones: a page.
-torch's workers make a file of shared memory for each tensor, which takes at least as much."""
-
-PADDED = 256
-"""Bytes of a tensor above which memory of its own takes less time than a row of a piece."""
-
-MOST = 64  # maximum number of blocks of one pickle: further kinds of tensors are reduced alone
-
-_HERE = NUMPY_HAS | {"bfloat16"}
-
-Kind = tuple[Any, Any]  # dtype (of torch, or the name of one) and shape
-
-
-class _Mark(bytearray):
-    """Empty buffer that represents a block in the pickle."""
-
-    number: int
-
-
-class Block:
-    """Small tensors of one dtype whose shapes differ at most in the first dimension."""
-
-    def __init__(self, number: int, dtype: Any, row: tuple[int, ...] | None) -> None:
-        self.dtype, self.row = dtype, row  # `row` is the shape without its first size; None: 0-d
-        self.shapes: list[tuple[int, ...]] = []
-        self.tensors: list[Any] = []
-        self.take = self.tensors.append
-        mark = _Mark()
-        mark.number = number
-        # Always the same object: after the first, the pickle contains a reference of two bytes.
-        self.way: Any = (next, (pickle.PickleBuffer(mark),))
-        self.parts: tuple[Any, ...] = ()  # arguments of `rebuild_block`, once gathered
-
-    def gather(self) -> bool:
-        """Join the bytes of the tensors in `parts`; return False if that is impossible."""
-        name, lengths, shape = self.dtype, None, self.shapes[0]
-        if type(name) is str:  # `AsTensor` objects
-            data: Any = bytearray().join([tensor.numbers for tensor in self.tensors])
-            sizes = [prod(tensor.shape) for tensor in self.tensors] if self.shapes[1:] else []
-        else:
-            name = name_of(name)
-            whole = _joined(self.tensors, self.row is None)
-            if whole is None:
-                return False
-            data = buffer_of(whole, name)
-            sizes = [*map(type(whole).numel, self.tensors)] if self.shapes[1:] else []
-        if sizes:
-            assert self.row is not None
-            step, shape = prod(self.row), self.row
-            lengths = sizes if step == 1 else [size // step for size in sizes]
-        self.parts = pickle.PickleBuffer(data), name, tuple(shape), lengths
-        return True
-
-
-def _joined(tensors: list[Any], scalars: bool) -> Any | None:
-    """Return contiguous tensors of one dtype joined into one; None unless all are plain CPU tensors."""
-    torch: Any = sys.modules["torch"]
-    kind = torch.Tensor
-    try:
-        if {*map(attrgetter("layout"), tensors)} != {torch.strided}:
-            return None
-        if {device.type for device in {*map(attrgetter("device"), tensors)}} != {"cpu"}:
-            return None
-        if any(map(kind.is_neg, tensors)) or any(map(kind.is_conj, tensors)):
-            return None
-        return torch.stack(tensors) if scalars else torch.cat(tensors)
-    except Exception:  # torch can't join this kind: the tensors are reduced alone
-        return None
-
-
-class Blocks(dict[Kind, Block | None]):
-    """Blocks of one pickle, by the kinds of the tensors in them; None for a kind without a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # All the mutable state, beside the dict's own:
-        self.made: list[Block] = []
-        self.closed = False  # no more tensors are put into blocks
-        self._by_row: dict[Kind, Block | None] = {}
-
-    def __missing__(self, kind: Kind) -> Block | None:
-        dtype, shape = kind
-        count = prod(shape)
-        name = dtype if type(dtype) is str else name_of(dtype)
-        block = None
-        if not self.closed and name in _HERE and 0 < count * _size_of(name) <= SMALL:
-            row = tuple(shape[1:]) if shape else None
-            block = self._by_row.get((dtype, row))
-            if block is None and len(self.made) < MOST:
-                block = self._by_row[dtype, row] = Block(len(self.made), dtype, row)
-                self.made.append(block)
-            if block is not None:
-                block.shapes.append(shape)
-        self[kind] = block
-        return block
-
-    def part(self, buffer: memoryview) -> Any:
-        """Return the object to send for a buffer of the pickle: for a mark, the parts of its block."""
-        if is_mark(buffer):
-            return self.made[buffer.obj.number].parts  # type: ignore[attr-defined]
-        return pickle.PickleBuffer(buffer)
-
-    def forget(self, *, closed: bool = False) -> None:
-        """Reset for another pickle."""
-        self.clear()
-        self._by_row.clear()
-        self.made.clear()
-        self.closed = closed
-
-
-def is_mark(buffer: memoryview) -> bool:
-    """Return True if this buffer of a pickle represents a block."""
-    return type(buffer.obj) is _Mark
-
-
-@cache
-def _size_of(name: str) -> int:
-    """Return the bytes of an element, for the dtypes in `_HERE`."""
-    if name == "bool":
-        return 1
-    return int(name.lstrip("abcdefghijklmnopqrstuvwxyz")) // 8
-
-
-def rebuild_block(
-    data: Any,
-    dtype: str,
-    shape: tuple[int, ...],  # of each tensor, or of each of their rows
-    lengths: list[int] | None,  # numbers of rows; None: all have that shape
-) -> Iterator[Any]:
-    """Make the tensors of a block, each with memory that begins at a multiple of `ALIGN`."""
-    import torch as imported
-
-    torch: Any = imported  # torch's stubs lack some of these return types
-    kind, count = dtype_of(dtype), prod(shape)
-    flat = torch.frombuffer(data, dtype=kind)
-    if lengths is not None:
-        return iter(torch.split_with_sizes_copy(flat.view(-1, *shape), lengths))
-    bytes_each = count * kind.itemsize
-    if not shape or bytes_each > PADDED or dtype not in NUMPY_HAS:  # numpy has no views of these
-        return iter(torch.unbind_copy(flat.view(-1, *shape)))
-    import numpy as np
-
-    found: list[Any] = []
-    place = -(-bytes_each // ALIGN) * ALIGN
-    strides = place, *(kind.itemsize * step for step in steps_of(shape))
-    whole, several = flat.numpy().reshape(-1, *shape), SMALL // place
-    for start in range(0, len(whole), several):
-        # A copy, because the tensors would keep all of `data` and its slot alive.
-        rows = whole[start : start + several]
-        piece = torch.empty(len(rows) * place, dtype=torch.uint8, device="cpu").numpy()
-        spread = np.ndarray(rows.shape, rows.dtype, piece, 0, strides)
-        spread[...] = rows
-        found += map(torch.from_numpy, spread)
-    return iter(found)
-
-
 IN_BAND = 32 * 1024
 """Bytes below which a buffer stays in the header.
 
@@ -714,30 +492,6 @@ class Arriving:
         return self._reduced
 
 
-def _around(blocks: Blocks, header: bytes, buffers: list[memoryview]) -> Packed:
-    """Pack the result of `_take` for a value with blocks, which are loaded before the inner pickle."""
-    large: list[memoryview] = []
-    around = Arriving(_open, header, [*map(blocks.part, buffers)])
-    return pickle.dumps(around, 5, buffer_callback=keep_small(large)), large
-
-
-def _open(header: bytes, buffers: list[Any]) -> Any:
-    """Load the inner pickle; those of its buffers that are tuples are blocks.
-
-    The garbage collector is paused, because no garbage arises. It would examine each of thousands of new
-    tensors several times, which takes longer than making them (docs/decisions.md).
-    """
-    pauses = gc.isenabled() and threading.current_thread() is threading.main_thread()
-    if pauses:
-        gc.disable()
-    try:
-        found: list[Any] = [rebuild_block(*b) if type(b) is tuple else b for b in buffers]
-        return unpack(header, found)
-    finally:
-        if pauses:
-            gc.enable()
-
-
 _LARGE_HEADER = 64 * 1024
 """Bytes of a header above which its packer is not reused: it would keep that much memory."""
 
@@ -752,7 +506,7 @@ class _Packer:
 
     def __init__(self, pickler: Callable[..., Any]) -> None:
         self.functions = dict(copyreg.dispatch_table)
-        self._tensors = Tensors(in_blocks=True)
+        self._tensors = Tensors()
         self._pieces: list[bytes] = []
         self._buffers: list[memoryview] = []
         self.write = self._pieces.append  # the pickler takes this object for its file
@@ -760,20 +514,13 @@ class _Packer:
 
     def pack(self, value: Any) -> Packed:
         self._pickler.dump(value)
-        tensors, blocks = self._tensors, self._tensors.blocks
-        if len(tensors.met) > 1 or blocks:
-            while tensors.another_pass():
-                self._take()
-                self._pickler.dump(value)
-        packed = self._take()
-        if blocks.made:
-            packed = _around(blocks, *packed)
+        tensors = self._tensors
+        if len(tensors.met) > 1 and tensors.several_over_one_storage():
+            self._take()
+            self._pickler.dump(value)
         if tensors.met:
             tensors.forget()
-        if blocks or blocks.closed:
-            blocks.forget()
-        tensors.numbers = 0
-        return packed
+        return self._take()
 
     def _take(self) -> Packed:
         self._pickler.clear_memo()
@@ -792,7 +539,7 @@ def keep_small(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], boo
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes < IN_BAND and not is_mark(raw):
+        if raw.nbytes < IN_BAND:
             return True
         buffers.append(raw)
         return False

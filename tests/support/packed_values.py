@@ -19,12 +19,12 @@ from hybridloader.backends.process.frames import (
 )
 from hybridloader.engine.messages import Done, Message, Task
 from hybridloader.engine.serving import Pickled
-from hybridloader.memory.packing import FEW, IN_BAND, MOST, SMALL, AsTensor, pack, unpack
+from hybridloader.memory.packing import IN_BAND, AsTensor, pack, unpack
 from hybridloader.memory.shared_slots import SlotReader, SlotWriter
 from hybridloader.memory.slots import OWN
 from support.slot_pairs import writer_and_reader
 
-__all__ = ["FEW", "IN_BAND", "MOST", "OWN", "SMALL", "AsTensor", "pack", "unpack"]
+__all__ = ["IN_BAND", "OWN", "AsTensor", "pack", "unpack"]
 
 _DTYPES = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 "
