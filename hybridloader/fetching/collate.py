@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from types import FunctionType
@@ -295,10 +295,10 @@ def _convert(data: Any) -> Any:
 
 # -- batches of datasets that lie in memory as tensors, made by one indexing operation per tensor
 #
-# `torch.utils.data.TensorDataset`, and `Subset`, `StackDataset` and `ConcatDataset` of such, give the
-# same values, types and structure with default collation. Only exactly these classes are gathered: a
-# subclass may do something else in `__getitem__`. An odd batch (an index out of range, tensors that
-# require grad) is left to the ordinary way, so that its result or its error is torch's.
+# `torch.utils.data.TensorDataset`, and `Subset` of one, give the same values, types and structure with
+# default collation. Only exactly these classes are gathered: a subclass may do something else in
+# `__getitem__`. An odd batch (an index out of range, tensors that require grad) is left to the ordinary
+# way, so that its result or its error is torch's.
 
 Gather = Callable[[Any], Any]  # makes a batch of a tensor of indices
 
@@ -338,7 +338,7 @@ def _as_torch_ships() -> bool:
     method.
     """
     from torch import Tensor
-    from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+    from torch.utils.data import Subset, TensorDataset
     from torch.utils.data._utils import collate
 
     functions: Any = collate.default_collate_fn_map
@@ -347,7 +347,7 @@ def _as_torch_ships() -> bool:
     empties: tuple[Any, ...] = (), [], {}
     if any(isinstance(empty, known) for empty in empties for known in functions):
         return False
-    kinds: tuple[Any, ...] = (TensorDataset, Subset, StackDataset, ConcatDataset)
+    kinds: tuple[Any, ...] = (TensorDataset, Subset)
     methods = (vars(kind).get(name) for kind in kinds for name in ("__getitem__", "__getitems__"))
     torchs = TensorDataset.__init__.__code__.co_filename
     return all(
@@ -357,34 +357,13 @@ def _as_torch_ships() -> bool:
 
 
 def _gather_of(dataset: Any) -> Gather | None:
-    from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+    from torch.utils.data import Subset, TensorDataset
 
-    makers: dict[type, Callable[[Any], Gather | None]] = {
-        TensorDataset: _of_tensor_dataset,
-        Subset: _of_subset,
-        StackDataset: _of_stack,
-        ConcatDataset: _of_concat,
-    }
-    make = makers.get(type(dataset))
-    if make is None or "__getitems__" in vars(dataset):  # torch asks the object, not its class
+    kind = type(dataset)
+    # torch asks the object, not its class.
+    if kind not in (TensorDataset, Subset) or "__getitems__" in vars(dataset):
         return None
-    return make(dataset)
-
-
-def _while_same(gather: Gather, read: Callable[[], Iterable[Any]]) -> Gather:
-    """Return `gather` for as long as `read` finds the objects that it finds now.
-
-    A dataset may be given others in the middle of an epoch.
-    """
-    found = [*read()]
-    identities = [*map(id, found)]
-
-    def gather_if_same(index: Any) -> Any:
-        if [*map(id, read())] != identities:
-            raise NotGatherable
-        return gather(index)
-
-    return gather_if_same
+    return _of_subset(dataset) if kind is Subset else _of_tensor_dataset(dataset)
 
 
 def _of_tensor_dataset(dataset: Any) -> Gather | None:
@@ -441,63 +420,3 @@ def _of_subset(dataset: Any) -> Gather | None:
         return inner(torch.frombuffer(array("q", chosen), dtype=torch.int64))
 
     return gather
-
-
-def _of_stack(dataset: Any) -> Gather | None:
-    datasets = dataset.datasets
-    named = isinstance(datasets, dict)
-    parts = [_gather_of(part) for part in (datasets.values() if named else datasets)]
-    if None in parts:
-        return None
-    names = [*datasets] if named else None
-
-    def gather(index: Any) -> Any:
-        columns = [part(index) for part in parts if part]
-        return columns if names is None else dict(zip(names, columns, strict=True))
-
-    return _while_same(
-        gather, lambda: (dataset.datasets, *datasets, *(datasets.values() if named else ()))
-    )
-
-
-def _of_concat(dataset: Any) -> Gather | None:
-    """Return the gather of tensor datasets whose tensors agree in dtype and shape of a sample."""
-    import torch
-    from torch.utils.data import TensorDataset
-
-    if any(type(part) is not TensorDataset for part in dataset.datasets):
-        return None
-    columns = list(zip(*(part.tensors for part in dataset.datasets), strict=False))
-    if len({len(part.tensors) for part in dataset.datasets}) != 1:
-        return None
-    for column in columns:
-        if not _are_plain(column):
-            return None
-        if len({(tensor.dtype, tensor.shape[1:]) for tensor in column}) != 1:
-            return None
-    ends = torch.tensor(dataset.cumulative_sizes, device="cpu")
-    starts = [0, *dataset.cumulative_sizes]
-
-    def gather(index: Any) -> Any:
-        low, high = torch.aminmax(index)
-        if low < 0 or high >= starts[-1]:
-            raise NotGatherable
-        part_of = torch.bucketize(index, ends, right=True)
-        found = []
-        for column in columns:
-            shape = (index.numel(), *column[0].shape[1:])
-            dtype = column[0].dtype
-            out = slot_for(shape, dtype)
-            found.append(torch.empty(shape, dtype=dtype, device="cpu") if out is None else out)
-        for part in sorted(set(part_of.tolist())):
-            rows = (part_of == part).nonzero()[:, 0]
-            local = index[rows] - starts[part]
-            for batch, column in zip(found, columns, strict=True):
-                batch[rows] = column[part][local]
-        return found
-
-    def read() -> Iterable[Any]:
-        parts = dataset.datasets
-        return (parts, dataset.cumulative_sizes, *parts, *(part.tensors for part in parts))
-
-    return _while_same(gather, read)

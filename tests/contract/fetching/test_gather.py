@@ -41,13 +41,7 @@ def datasets() -> dict[str, Any]:
         "subset by tensor": Subset(pair, torch.tensor([2, 4, 6])),  # type: ignore[arg-type]
         "subset from the end": Subset(pair, [-1, -2, 4]),
         "stack": StackDataset(pair, TensorDataset(TENSORS["halves"])),
-        "stack by name": StackDataset(x=pair, y=TensorDataset(TENSORS["bools"])),
-        "concat": ConcatDataset(
-            [pair, pair, TensorDataset(torch.ones(2, 4), torch.tensor([8, 9]))]
-        ),
-        "subset of concat": Subset(ConcatDataset([pair, pair]), [45, 0, 22, 23, 24]),
-        "concat of unlike": ConcatDataset([pair, TensorDataset(torch.ones(2, 5), torch.ones(2))]),
-        "concat of stacks": ConcatDataset([StackDataset(pair), StackDataset(pair)]),
+        "concat": ConcatDataset([pair, pair]),
     }
 
 
@@ -121,9 +115,11 @@ def test_tensors_that_require_grad_keep_their_graph() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.lists(st.integers(-5, 48), max_size=9), max_size=4), st.sampled_from([0, 1, 2]))
-def test_any_batches_of_indices(batches: list[list[int]], which: int) -> None:
-    name = ("pair", "concat", "stack by name")[which]
+@given(
+    st.lists(st.lists(st.integers(-5, 24), max_size=9), max_size=4),
+    st.sampled_from(["pair", "subset"]),
+)
+def test_any_batches_of_indices(batches: list[list[int]], name: str) -> None:
     data: Dataset[Any] = datasets()[name]
     theirs = outcome(torch.utils.data.DataLoader(data, batch_sampler=batches))
     ours = outcome(hybridloader.DataLoader(data, batch_sampler=batches))
@@ -139,7 +135,7 @@ class Padded(torch.Tensor):
     [
         ("pair", tuple),
         ("pair", (dict, tuple)),
-        *((name, torch.Tensor) for name in ("pair", "stack by name", "subset", "concat")),
+        *((name, torch.Tensor) for name in ("pair", "subset")),
     ],
 )
 def test_a_collate_function_that_was_added_to_torchs_map_is_called(
@@ -190,19 +186,13 @@ def constant(value: float) -> TensorDataset:
     return TensorDataset(torch.full((4,), value))
 
 
-def stacked() -> Any:
-    return StackDataset(a=constant(0), b=constant(0))
-
-
 CHANGES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (lambda: Subset(constant(0), range(4)), lambda data: setattr(data, "dataset", constant(1))),
     (
         lambda: Subset(TensorDataset(torch.arange(4)), range(4)),
         lambda data: setattr(data, "indices", [0, 1, 3, 2]),
     ),
-    (stacked, lambda data: data.datasets.update(a=constant(1))),
-    (stacked, lambda data: setattr(data.datasets["a"], "tensors", (torch.ones(4),))),
-    (lambda: ConcatDataset([constant(0)]), lambda data: setattr(data, "datasets", [constant(1)])),
+    (lambda: constant(0), lambda data: setattr(data, "tensors", (torch.ones(4),))),
     (lambda: constant(0), lambda data: data.tensors[0].add_(1)),
 ]
 
