@@ -158,15 +158,6 @@ _METHODS = """
 """Functions of torch, and methods of its tensors, that take a generator."""
 
 
-_WITHOUT = """
-    dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu rrelu_ gumbel_softmax
-    fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
-    fractional_max_pool3d_with_indices scaled_dot_product_attention multi_head_attention_forward
-    dropout_ alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout_
-    lstm gru rnn_tanh rnn_relu
-"""
-"""Functions of torch and `torch.nn.functional` that draw and take no generator."""
-
 _LIKE = {"rand_like": "uniform_", "randn_like": "normal_", "randint_like": "random_"}
 """Functions that take no generator in some versions of torch, and the method with which each draws."""
 
@@ -176,59 +167,21 @@ def mode_class() -> Any:
     """Return the class of the mode in which torch's functions use a thread's generator."""
     import torch
     from torch.overrides import TorchFunctionMode
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     from hybridloader._support.installed_torch import takes_generator
 
-    named = {getattr(torch, name): takes_generator(name) for name in _FUNCTIONS.split()}
-    takes = {function for function, taken in named.items() if taken}
-    takes |= {getattr(torch.Tensor, name, None) for name in _METHODS.split()}
+    # For each function, one that draws as it does, from the generator that is passed to it.
+    drawing: dict[Any, Callable[..., Any]] = {
+        getattr(torch, name): partial(_draw_like, _LIKE[name]) for name in _LIKE
+    }
+    takes = [getattr(torch, name) for name in _FUNCTIONS.split() if takes_generator(name)]
+    takes += [getattr(torch.Tensor, name) for name in _METHODS.split()]
     # These Python functions must be listed: the mode is off within a function that it handles.
     for function in vars(torch.nn.init).values():
         if inspect.isfunction(function) and "generator" in inspect.signature(function).parameters:
-            takes.add(function)
-    homes = torch, torch.nn.functional
-    without = {getattr(home, name, None) for home in homes for name in _WITHOUT.split()}
-    without |= named.keys() - takes
-    default, seeded = torch.default_generator, torch.Tag.nondeterministic_seeded
-
-    class Within(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        """Mode within a function that takes no generator: passes one to each operation that draws.
-
-        The mode is entered through torch's C functions, because torch's `__enter__` also sets a flag of
-        the whole process, which `torch.compile` reads. Only one thread at a time is in the mode: torch
-        fails if two threads are the first to run an operator in one (an assertion in
-        ``PyHandleCache.h``, seen on Python 3.13t in 2 of 8 runs).
-        """
-
-        def __init__(self, mine: Any) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-            self._mine = mine
-
-        @classmethod
-        def _should_skip_dynamo(cls) -> bool:
-            return False  # otherwise the first operation imports torch.compile, which takes 1 s
-
-        def __enter__(self) -> Any:
-            installation.dispatching.acquire()
-            torch._C._push_on_torch_dispatch_stack(self)
-            return self
-
-        def __exit__(self, *exc: object) -> None:
-            torch._C._pop_torch_dispatch_stack(None)
-            installation.dispatching.release()
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            kwargs = kwargs or {}
-            drawing, place = _with_generator(func)
-            given = kwargs.get("generator") or (args[place] if len(args) > place else None)
-            draws = drawing is not None and seeded in func.tags
-            if draws and given is None and _on_cpu(args, kwargs):
-                args, func = args[:place], drawing
-                kwargs = {**kwargs, "generator": self._mine.tensor}
-            return func(*args, **kwargs)
+            takes.append(function)
+    drawing.update(zip(takes, takes, strict=True))
+    default = torch.default_generator
 
     class Mode(TorchFunctionMode):
         def __init__(self, mine: Any) -> None:
@@ -241,49 +194,34 @@ def mode_class() -> Any:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if func in takes:
-                kwargs = kwargs or {}
+            kwargs = kwargs or {}
+            draw = drawing.get(func)
+            if draw is not None:
                 given = kwargs.get("generator")
                 if (given is None or given is default) and _on_cpu(args, kwargs):
-                    kwargs = {**kwargs, "generator": self._mine.tensor}
-                return func(*args, **kwargs)
-            # With other generators in place, a sample within this one has handled the call.
-            if now.generators is not self._mine or func not in without:
-                return func(*args, **kwargs) if kwargs else func(*args)
-            with Within(self._mine):
-                return func(*args, **(kwargs or {}))
+                    return draw(*args, **{**kwargs, "generator": self._mine.tensor})
+            return func(*args, **kwargs)
 
     return Mode
 
 
-@functools.cache
-def _with_generator(operation: Any) -> tuple[Any, int]:
-    """Return the form of a torch operation that takes a generator, and the argument's position.
-
-    The form is None if there is none. Generators are the last argument.
-    """
-    packet, wanted = operation.overloadpacket, _parameters(operation)
-    for overload in (operation, *(getattr(packet, name) for name in packet.overloads())):
-        found = _parameters(overload)
-        if "generator" in found and {**found, "generator": None} == {**wanted, "generator": None}:
-            return overload, [*found].index("generator")
-    name = packet.__name__
-    return (functools.partial(_draw_like, _LIKE[name]) if name in _LIKE else None), sys.maxsize
-
-
-def _parameters(operation: Any) -> dict[str, str]:
-    return {each.name: str(each.type) for each in operation._schema.arguments}
-
-
-def _draw_like(method: str, like: Any, *bounds: Any, generator: Any, **options: Any) -> Any:
-    """Draw numbers for a tensor like another one in the way torch does.
+def _draw_like(
+    method: str,
+    input: Any,
+    *bounds: Any,
+    generator: Any,
+    requires_grad: bool = False,
+    **options: Any,
+) -> Any:
+    """Draw numbers for a tensor like `input` in the way torch does.
 
     `bounds` are those of `randint_like`, which torch draws from 0 on if it has one.
     """
-    made = sys.modules["torch"].empty_like(like, **options)
+    bounds += tuple(options.pop(name) for name in ("low", "high") if name in options)
     if len(bounds) == 1:
         bounds = 0, *bounds
-    return getattr(made, method)(*bounds, generator=generator)
+    made = sys.modules["torch"].empty_like(input, **options)
+    return getattr(made, method)(*bounds, generator=generator).requires_grad_(requires_grad)
 
 
 def _on_cpu(args: Any, kwargs: Any) -> bool:
@@ -356,8 +294,6 @@ class _Installation:
     def __init__(self) -> None:
         # All the mutable state:
         self._lock = system.renewed_in_forks(threading.RLock())
-        # Held by the thread that is in torch's mode `Within`:
-        self.dispatching = system.renewed_in_forks(threading.RLock())
         self.count = 0
         self._replaced: list[tuple[Any, str, Any, Any]] = []  # object, name, value before and now
         self.done: set[str] = set()

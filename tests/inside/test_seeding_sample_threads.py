@@ -7,7 +7,6 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from random import choice as taken_choice
 from random import gauss as taken_gauss
@@ -22,7 +21,6 @@ from support.random_datasets import Drawing, add, collate, states
 from torch.utils.data import Dataset, get_worker_info
 
 from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
-from hybridloader.seeding.thread_generators import installation
 
 
 def seeded(function: Callable[[int], Any], items: int = 1, **where: Any) -> Any:
@@ -147,27 +145,6 @@ def test_what_is_drawn_on_a_thread_is_what_a_process_draws() -> None:
     assert [names[n // 2] for n, one in enumerate(found) if one != wanted[n]] == []
 
 
-class Dispatched(torch.Tensor):
-    """Tensor that notes, within a function of torch's, whether another thread could be in a mode."""
-
-    free: bool | None = None
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with ThreadPoolExecutor(1) as other:
-            cls.free = other.submit(installation.dispatching.acquire, False).result()
-        return torch.ones(9)
-
-
-def test_one_thread_at_a_time_dispatches_in_a_mode() -> None:
-    """torch fills its table of operators for such modes without a lock of its own."""
-    tensor = torch.ones(9).as_subclass(Dispatched)
-    list(seeded(lambda _: torch.nn.functional.dropout(tensor)))
-    assert Dispatched.free is False
-    assert installation.dispatching.acquire(blocking=False)
-    installation.dispatching.release()
-
-
 def test_what_the_loop_draws_meanwhile_is_its_own() -> None:
     """The loop draws while a sample is being made: what it would draw without a loader."""
     begun, done = threading.Event(), threading.Event()
@@ -237,12 +214,6 @@ def test_functions_that_were_taken_meanwhile_serve_for_ever() -> None:
     assert first == np.random.rand()
 
 
-def drop(index: int) -> list[float]:
-    """Draw by a function that takes no generator."""
-    found: list[float] = torch.nn.functional.dropout(torch.full((40,), 1.0 + index)).tolist()
-    return found
-
-
 class Nested(Dataset[Any]):
     """A sample that makes a loader over seeded samples, and draws before and after."""
 
@@ -257,7 +228,6 @@ class Nested(Dataset[Any]):
         first = [random.random(), float(np.random.rand()), torch.rand(1).item()]
         inner = list(DataLoader(Drawing(), 8, collate_fn=collate, seeding=self.seeding))
         inner += list(Pipeline.from_dataset(range(3)).map(add, seeding="sample").run(seed=3))
-        inner += list(Pipeline.from_dataset(range(3)).map(drop, seeding="sample").run(seed=3))
         assert rng() is own
         assert get_worker_info() is info
         return first, inner, [random.random(), float(np.random.rand()), torch.rand(1).item()]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 
 WAYS: dict[str, Callable[[], Any]] = {
     "random.random": lambda: random.random(),
@@ -35,30 +34,4 @@ WAYS: dict[str, Callable[[], Any]] = {
     "Tensor.exponential_": lambda: torch.empty(2).exponential_().tolist(),
     "torch.distributions": lambda: torch.distributions.Normal(0.0, 1.0).sample().item(),
     "torch.nn.init": lambda: nn.init.kaiming_uniform_(torch.empty(2, 2)).tolist(),
-    "functional.dropout": lambda: functional.dropout(torch.ones(40)).tolist(),
-    "nn.Dropout": lambda: nn.Dropout(0.3)(torch.ones(40)).tolist(),
-    "functional.rrelu": lambda: functional.rrelu(-torch.ones(2), training=True).tolist(),
-    "functional.gumbel_softmax": lambda: functional.gumbel_softmax(torch.ones(2)).tolist(),
 }
-
-OTHERS: dict[str, Callable[[], Any]] = {
-    "torch.dropout": lambda: torch.dropout(torch.ones(40), 0.5, True).tolist(),
-    "in place": lambda: functional.dropout(torch.ones(40), inplace=True).tolist(),
-    "alpha_dropout": lambda: functional.alpha_dropout(torch.ones(40), training=True).tolist(),
-    "dropout2d": lambda: functional.dropout2d(torch.ones(1, 40, 1, 1)).tolist(),
-    "feature_alpha_dropout": lambda: functional.feature_alpha_dropout(
-        torch.ones(1, 40, 1), training=True
-    ).tolist(),
-    "nn.RReLU": lambda: nn.RReLU()(-torch.ones(2)).tolist(),
-    "fractional_max_pool2d": lambda: functional.fractional_max_pool2d(
-        torch.arange(64.0).view(1, 8, 8), 2, output_size=3
-    ).tolist(),
-    "attention": lambda: functional.scaled_dot_product_attention(
-        *torch.ones(3, 1, 4, 4), dropout_p=0.5
-    ).tolist(),
-    "dropout, with gradients": lambda: functional.dropout(
-        torch.ones(40, requires_grad=True)
-    ).tolist(),
-    "half precision": lambda: functional.dropout(torch.ones(40, dtype=torch.float16)).tolist(),
-}
-"""Functions of torch without a generator, beside those in `WAYS`."""

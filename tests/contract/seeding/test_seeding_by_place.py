@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.platforms import needs_fork
-from support.ways_to_draw import OTHERS, WAYS
+from support.ways_to_draw import WAYS
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Subset
 
@@ -96,17 +96,6 @@ def test_each_run_draws_the_same_and_leaves_the_loop_alone(place: str) -> None:
     else:
         iter(TorchDataLoader(range(2)))  # type: ignore[arg-type]
     assert own == [loop_draws() for _ in own]
-
-
-def test_functions_without_a_generator_draw_as_in_a_process() -> None:
-    found = []
-    for where in ({"backend": "threads"}, {"backend": "fork", "seeding": "sample"}):
-        seed_all(5)
-        before = torch.get_rng_state()
-        batches = DataLoader(Ways(OTHERS), 3, num_workers=2, collate_fn=list, **where)
-        found.append(samples_of(batches))
-        assert not torch.equal(before, torch.get_rng_state())
-    assert found[0] == found[1]
 
 
 # -- the words of `seeding` --------------------------------------------------------------------------
