@@ -4,11 +4,11 @@ Copies to a device are queued on one side stream. The current stream of the cons
 them, and the consumer does not. If the device does not support this, the consumer's thread copies. This
 module starts no thread, and does not depend on the source of the batches.
 
-Pinning asks a device through one protocol, `Accelerator`, so that threads, queues and streams can be
-tested without one. The code uses `torch.accelerator` and `torch.Stream`, which every device has. The
-module of the device (`torch.cuda`) may have its own class of streams. One ability, which only some
-devices have, is tried once: handing batches from one stream to another. torch is not imported before a
-device is looked for.
+Pinning asks a device through `Accelerator` alone, so that threads, queues and streams can be tested
+without one, by an object with its methods. The code uses `torch.accelerator` and `torch.Stream`, which
+every device has. The module of the device (`torch.cuda`) may have its own class of streams. One ability,
+which only some devices have, is tried once: handing batches from one stream to another. torch is not
+imported before a device is looked for.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import inspect
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from hybridloader._support.text import warn, whole
+from hybridloader._support.text import whole
 from hybridloader._support.torch_env import initialized, one_thread_on_this_thread
 from hybridloader._support.user_objects import attribute, has
 from hybridloader.memory.packing import dense_parts
@@ -131,11 +131,6 @@ class Pinner:
     ) -> None:
         self.accelerator = accelerator
         self.batches_ahead, self.buffer_bytes = batches_ahead, buffer_bytes
-        # All the mutable state:
-        self.refusal: tuple[str, str] | None = (
-            None  # reason why a tensor was not pinned, and advice
-        )
-        self._given: set[str] = set()  # advice that was given
 
     def prepare(self) -> None:
         """Set the device of this thread, which the loader owns, and limit it to one core."""
@@ -150,27 +145,11 @@ class Pinner:
 
     def take(self, sent: Sent) -> Any:
         """Return the batch, for this thread and its current stream."""
-        self.warn()
         return sent.data
 
     def here(self, batch: Any) -> Any:
         """Pin or copy `batch` on this thread, and return the result."""
-        data = self._handled(batch, Sent())
-        self.warn()
-        return data
-
-    def warn(self) -> None:
-        """Warn of tensors not pinned, once for each advice. For the consumer's thread."""
-        if self.refusal is None:
-            return
-        (reason, advice), self.refusal = self.refusal, None
-        if advice not in self._given:
-            self._given.add(advice)
-            warn(
-                f"a tensor could not be put into page-locked memory, so its copy waits: {reason}. "
-                f"{advice}. The loader still returns its batches",
-                "not-pinned",
-            )
+        return self._handled(batch, Sent())
 
     def _handled(self, batch: Any, sent: Sent) -> Any:
         return mapped(batch, pins_itself, functools.partial(self._pin, sent))
@@ -178,20 +157,12 @@ class Pinner:
     def _pin(self, sent: Sent, part: Any) -> Any:
         """Return a tensor, or an object that can pin itself, pinned if the device supports that."""
         pins = self.accelerator.pins
-        if not is_tensor(part):
-            part = part.pin_memory() if pins else part
-            sent.size += sum(bytes_of(tensor) for tensor in tensors_in(part) or ())
-            return part
-        sent.size += bytes_of(part)
-        if not pins:
-            return part
-        try:
-            return self.accelerator.pin(part)
-        except RuntimeError as error:
-            if not can_be_pinned(part):
-                raise
-            self.refusal = str(error).partition("\n")[0].rstrip("."), help_to_pin(part)
-            return part
+        if is_tensor(part):
+            sent.size += bytes_of(part)
+            return self.accelerator.pin(part) if pins else part
+        part = part.pin_memory() if pins else part
+        sent.size += sum(bytes_of(tensor) for tensor in tensors_in(part) or ())
+        return part
 
 
 class Mover(Pinner):
@@ -230,7 +201,6 @@ class Mover(Pinner):
         return sent
 
     def take(self, sent: Sent) -> Any:
-        self.warn()
         accelerator, mark = self.accelerator, sent.mark
         if mark is None:
             return self._handled(sent.data, Sent()) if sent.late else sent.data
@@ -304,7 +274,7 @@ class _Late(NamedTuple):
     part: Any
 
 
-# -- what a device must do, and the devices of torch, of any kind
+# -- devices of torch, of any kind
 
 
 class StreamMark(Protocol):
@@ -312,69 +282,6 @@ class StreamMark(Protocol):
 
     def query(self) -> bool:
         """Return True if the device has reached it. Never waits."""
-
-
-class Accelerator(Protocol):
-    """One device. Its methods may be called from any thread."""
-
-    @property
-    def name(self) -> str:
-        """Name of the device as ``tensor.to`` takes it: ``"cuda:1"``."""
-
-    @property
-    def pins(self) -> bool:
-        """True if the device supports page-locked memory."""
-
-    @property
-    def queues_copies(self) -> bool:
-        """True if `move` may return before the copy is made.
-
-        Such a device supports marks in streams, streams that wait for marks, and an allocator that
-        accepts further streams of a tensor. If False, `side_stream`, `mark`, `hold_up`, `wait` and
-        `keep_for` are not called, and a batch is safe only on the stream that copied it.
-        """
-
-    def enter(self) -> None:
-        """Make it the current device of this thread, permanently."""
-
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` in page-locked memory: itself if it is page-locked or on a device.
-
-        Raises `RuntimeError`, also if the system locks no more pages.
-        """
-
-    def side_stream(self) -> Any:
-        """Return a stream that runs in parallel to the user's; None if copies are not queued."""
-
-    def current_stream(self) -> Any:
-        """Return the current stream of this thread."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return True if `tensor` is on this device: parts of a moved batch may stay on the host."""
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make `stream` the current stream of this thread within the block."""
-
-    def move(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy `tensor` to the device on this thread's stream; return itself if it is there.
-
-        The host waits for the copy, unless it `queues_copies` and the memory is page-locked.
-        """
-
-    def mark(self, stream: Any) -> StreamMark:
-        """Return a mark after all work that is queued on `stream` now."""
-
-    def hold_up(self, stream: Any, mark: StreamMark) -> None:
-        """Make `stream` wait for `mark`; the host does not wait."""
-
-    def wait(self, mark: StreamMark) -> None:
-        """Make the host wait until the device has reached `mark`."""
-
-    def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Record in the allocator that `stream` uses `tensor` too, so that it frees the memory later.
-
-        Called only for a tensor that the device `holds`: torch refuses others.
-        """
 
 
 _LOOK = 0.001
@@ -386,40 +293,55 @@ _side_streams: dict[torch.device, Any] = {}
 the memory that a stream has used for that stream, so a new one each epoch would take as much again."""
 
 
-class TorchAccelerator:
+class Accelerator:
     """Device of torch: CUDA, XPU, MPS or any other that `torch.accelerator` knows.
 
-    Asking `queues_copies` may make a context on it; the other properties do not.
+    Its methods may be called from any thread. Asking `queues_copies` may make a context on the device;
+    the other properties do not.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device  # with its index
 
     def __repr__(self) -> str:
-        return f"TorchAccelerator({self.name!r})"
+        return f"Accelerator({self.name!r})"
 
     @property
     def name(self) -> str:
+        """Name of the device as ``tensor.to`` takes it: ``"cuda:1"``."""
         return str(self.device)
 
     @property
     def pins(self) -> bool:
+        """True if the device supports page-locked memory."""
         # torch's loader excludes MPS too: https://github.com/pytorch/pytorch/issues/86060
         return self.device.type != "mps"
 
     @property
     def queues_copies(self) -> bool:
+        """True if `move` may return before the copy is made.
+
+        Such a device supports marks in streams, streams that wait for marks, and an allocator that
+        accepts further streams of a tensor. If False, `side_stream`, `mark`, `hold_up`, `wait` and
+        `keep_for` are not called, and a batch is safe only on the stream that copied it.
+        """
         return self.side_stream() is not None
 
     def enter(self) -> None:
+        """Make it the current device of this thread, permanently."""
         import torch
 
         torch.accelerator.set_device_index(self.device.index)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor` in page-locked memory: itself if it is page-locked or on a device.
+
+        Raises `RuntimeError`, also if the system locks no more pages.
+        """
         return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
     def side_stream(self) -> Any:
+        """Return a stream that runs in parallel to the user's; None if copies are not queued."""
         if not self.pins:
             return None
         if self.device not in _side_streams:
@@ -427,6 +349,7 @@ class TorchAccelerator:
         return _side_streams[self.device]
 
     def current_stream(self) -> Any:
+        """Return the current stream of this thread."""
         # The device's own class of streams, if any: objects with a `record_stream` may need it.
         import torch
 
@@ -436,6 +359,7 @@ class TorchAccelerator:
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
+        """Make `stream` the current stream of this thread within the block."""
         import torch
 
         index = torch.accelerator.current_device_index()
@@ -448,13 +372,19 @@ class TorchAccelerator:
             torch.accelerator.set_device_index(index)
 
     def holds(self, tensor: torch.Tensor) -> bool:
+        """Return True if `tensor` is on this device: parts of a moved batch may stay on the host."""
         return tensor.device == self.device
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy `tensor` to the device on this thread's stream; return itself if it is there.
+
+        The host waits for the copy, unless it `queues_copies` and the memory is page-locked.
+        """
         # Only page-locked memory is kept until the copy has read it, on every kind of device.
         return tensor.to(self.device, non_blocking=self.queues_copies and tensor.is_pinned())
 
     def mark(self, stream: Any) -> StreamMark:
+        """Return a mark after all work that is queued on `stream` now."""
         if self._captures(stream):
             raise RuntimeError(
                 f"{stream} is being captured into a graph, which can't wait for a copy that is outside "
@@ -464,13 +394,19 @@ class TorchAccelerator:
         return mark
 
     def hold_up(self, stream: Any, mark: StreamMark) -> None:
+        """Make `stream` wait for `mark`; the host does not wait."""
         stream.wait_event(mark)
 
     def wait(self, mark: StreamMark) -> None:
+        """Make the host wait until the device has reached `mark`."""
         while not mark.query():  # `synchronize` of most events keeps a core busy
             time.sleep(_LOOK)
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Record in the allocator that `stream` uses `tensor` too, so that it frees the memory later.
+
+        Called only for a tensor that the device `holds`: torch refuses others.
+        """
         import torch
 
         # Only dense tensors have `record_stream`.
@@ -522,7 +458,7 @@ def current() -> Accelerator | None:
     kind = current_accelerator()
     if kind is None or not torch.accelerator.is_available():
         return None
-    return TorchAccelerator(torch.device(kind.type, _current_index(kind)))
+    return Accelerator(torch.device(kind.type, _current_index(kind)))
 
 
 def _current_index(kind: torch.device) -> int:
@@ -565,7 +501,7 @@ def find(device: Any) -> Accelerator | None:
     if kind is None or problem:
         raise ValueError(f"device={device!r} is not available: {problem}")
     index = _current_index(kind) if named.index is None else named.index
-    return TorchAccelerator(torch.device(kind.type, index))
+    return Accelerator(torch.device(kind.type, index))
 
 
 def _parsed(device: Any) -> torch.device:
@@ -717,30 +653,3 @@ def bytes_of(tensor: torch.Tensor) -> int:
     import torch
 
     return tensor.nbytes if tensor.layout is torch.strided else 0
-
-
-def help_to_pin(tensor: torch.Tensor) -> str:
-    """Return advice for a dense tensor that could not be pinned: because of itself, or of the memory."""
-    import torch
-
-    strides = () if tensor.is_nested else zip(tensor.stride(), tensor.shape, strict=True)
-    if any(stride == 0 and size > 1 for stride, size in strides):
-        return (
-            "Some of its elements share memory, as expand() makes them. Return it with .contiguous() "
-            "from the dataset or collate_fn, or expand it in your loop"
-        )
-    if tensor.is_quantized:
-        return "It is quantized, and torch does not pin such tensors. Quantize it in your loop"
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return (
-            f"Its class {type(tensor).__qualname__} may not let it be pinned: return plain tensors. Or "
-            "the system's limit is reached: raise it (ulimit -l), or keep fewer batches"
-        )
-    return "Raise the system's limit (ulimit -l), or keep fewer batches"
-
-
-def can_be_pinned(tensor: torch.Tensor) -> bool:
-    """Return True if `tensor` can be pinned: it is dense, and on the CPU."""
-    import torch
-
-    return tensor.layout is torch.strided and tensor.device.type == "cpu"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.device_loaders import loader_of, on_backends, queueing
 from support.digested_batches import BATCHES, KIND, Noise, busy, digest, wanted, with_digest
-from support.fake_accelerator import TorchAccelerator, current
+from support.fake_accelerator import Accelerator, current
 from support.installed_torch import device_in_use
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
@@ -203,7 +203,7 @@ def test_the_stream_of_the_copies_may_be_the_users_too() -> None:
 
 def test_the_current_device_is_known_and_more_than_there_are_is_refused() -> None:
     device = current()
-    assert isinstance(device, TorchAccelerator)
+    assert isinstance(device, Accelerator)
     assert device.name == f"{KIND}:{torch.accelerator.current_device_index()}"
     count = torch.accelerator.device_count()
     with pytest.raises(ValueError, match=f"sees {count}"):

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,11 +17,10 @@ import pytest
 import torch
 from support.fake_accelerator import (
     BUFFER_BYTES,
+    Accelerator,
     FakeAccelerator,
     Mover,
     Pinner,
-    Sent,
-    TorchAccelerator,
     pinning,
 )
 from support.pinning_datasets import Leaf
@@ -44,70 +41,6 @@ def test_a_tensor_is_pinned_once_and_one_that_is_stays_itself() -> None:
     assert torch.equal(data["plain"], plain)
     assert data["foreign"] is foreign
     assert sent.size == plain.nbytes + foreign.nbytes
-
-
-def test_where_the_system_refuses_to_pin_the_batch_comes_all_the_same_with_one_warning() -> None:
-    fake = FakeAccelerator(pinnable=100)
-    pinner = Pinner(fake)
-    kept = pinner.take(pinner.send(torch.zeros(20)))
-    sent = pinner.send(torch.ones(20))
-    with pytest.warns(UserWarning, match=r"at most 100 bytes.*ulimit -l") as caught:
-        refused = pinner.take(sent)
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    assert not fake.is_pinned(refused)
-    assert torch.equal(refused, torch.ones(20))
-    again = pinner.take(pinner.send(torch.ones(20)))  # and no other warning
-    assert not fake.is_pinned(again)
-    del kept
-    assert fake.is_pinned(pinner.here(torch.ones(20)))
-
-
-class Styled(torch.Tensor):
-    """A subclass, as some libraries have them."""
-
-
-class Stubborn(FakeAccelerator):
-    """Pins nothing, and gives a reason that is of no help."""
-
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("can't be done.\nA stack of C++")
-
-
-def quantized() -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch is going to drop these
-        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
-
-
-REASONS: dict[str, tuple[FakeAccelerator, Callable[[], torch.Tensor], str, bool]] = {
-    "expanded": (
-        FakeAccelerator(),
-        lambda: torch.ones(1).expand(5),
-        r"waits: unsupported operation.* share memory, as expand\(\) makes them.*contiguous\(\)",
-        False,
-    ),
-    "quantized": (Stubborn(), quantized, r"can't be done\. It is quantized", False),
-    "of a subclass": (
-        Stubborn(),
-        lambda: torch.ones(3).as_subclass(Styled),
-        r"can't be done\. Its class Styled may not .*plain tensors.*ulimit -l",
-        True,
-    ),
-    "plain": (Stubborn(), lambda: torch.ones(3), r"can't be done\. Raise .*ulimit -l", True),
-    "one element": (Stubborn(), lambda: torch.ones(1).expand(1), r"ulimit -l", True),
-}
-
-
-@pytest.mark.parametrize("case", REASONS)
-def test_the_advice_is_of_what_is_to_blame(case: str) -> None:
-    fake, make, words, limit = REASONS[case]
-    pinner = Mover(fake, 1, BUFFER_BYTES) if case == "plain" else Pinner(fake)
-    pinner._pin(Sent(), make())
-    with pytest.warns(UserWarning, match=words) as caught:
-        pinner.warn()
-    assert ("ulimit" in str(caught[0].message)) == limit
-    assert "C++" not in str(caught[0].message)
 
 
 def test_what_can_not_be_pinned_at_all_is_an_error_as_with_torch_unless_it_pins_itself() -> None:
@@ -203,7 +136,7 @@ def test_the_allocator_hears_of_the_dense_parts_of_a_tensor(
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), 1),
     ]:
         named.clear()
-        TorchAccelerator(torch.device("cuda", 0)).keep_for(tensor, "stream")
+        Accelerator(torch.device("cuda", 0)).keep_for(tensor, "stream")
         assert len(named) == parts
         assert all(part.layout is torch.strided and not part.is_nested for part in named)
 
@@ -410,7 +343,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     return made
 
 
-def moved(device: TorchAccelerator, *, pinned: bool) -> Any:
+def moved(device: Accelerator, *, pinned: bool) -> Any:
     """Device and ``non_blocking`` with which a tensor of the host is copied."""
     host: Any = SimpleNamespace(
         device=torch.device("cpu"),
@@ -423,7 +356,7 @@ def moved(device: TorchAccelerator, *, pinned: bool) -> Any:
 def test_a_device_gets_the_streams_that_torch_or_its_module_has_and_is_asked_once(
     scripted: Scripted,
 ) -> None:
-    device = TorchAccelerator(DEVICE)
+    device = Accelerator(DEVICE)
     side = device.side_stream()
     made = _Stream.number
     assert type(side) is _Stream
@@ -432,7 +365,7 @@ def test_a_device_gets_the_streams_that_torch_or_its_module_has_and_is_asked_onc
     assert device.queues_copies
     with device.on(side):
         assert device.current_stream() is side
-    assert TorchAccelerator(DEVICE).side_stream() is side
+    assert Accelerator(DEVICE).side_stream() is side
     assert _Stream.number == made
     assert moved(device, pinned=True) == (DEVICE, True)
     assert moved(device, pinned=False) == (DEVICE, False), "the host waits"
@@ -441,7 +374,7 @@ def test_a_device_gets_the_streams_that_torch_or_its_module_has_and_is_asked_onc
 def test_the_kind_of_stream_that_the_module_has_is_taken(scripted: Scripted) -> None:
     current = Own(DEVICE, 0)
     scripted.module = SimpleNamespace(Stream=Own, current_stream=lambda device: current)
-    device = TorchAccelerator(DEVICE)
+    device = Accelerator(DEVICE)
     assert type(device.side_stream()) is Own
     assert device.current_stream() is current
 
@@ -450,7 +383,7 @@ def test_the_kind_of_stream_that_the_module_has_is_taken(scripted: Scripted) -> 
 def test_stream_and_device_are_what_they_were_behind_the_block(
     scripted: Scripted, current: int
 ) -> None:
-    device = TorchAccelerator(DEVICE)
+    device = Accelerator(DEVICE)
     scripted.index, before = current, list(scripted.streams)
 
     def fail() -> None:
@@ -469,7 +402,7 @@ def test_the_host_waits_for_an_event_without_keeping_a_core_busy(
 ) -> None:
     answers, rests = [False, False, True], []
     monkeypatch.setattr(pinning.time, "sleep", rests.append)
-    TorchAccelerator(DEVICE).wait(SimpleNamespace(query=lambda: answers.pop(0)))
+    Accelerator(DEVICE).wait(SimpleNamespace(query=lambda: answers.pop(0)))
     assert len(rests) == 2
     assert answers == []
 
@@ -483,7 +416,7 @@ class Captured(_Stream):
 
 @pytest.mark.parametrize("kind", [Captured, _Stream])  # the latter: of torch before 2.13
 def test_a_batch_can_not_be_taken_within_a_capture(scripted: Scripted, kind: Any) -> None:
-    device, captured, beside = TorchAccelerator(DEVICE), kind(DEVICE), _Stream(DEVICE)
+    device, captured, beside = Accelerator(DEVICE), kind(DEVICE), _Stream(DEVICE)
     if kind is _Stream:
         scripted.module.is_current_stream_capturing = lambda: scripted.streams[1] is captured
     assert device.mark(beside).query()
@@ -500,14 +433,14 @@ def test_of_a_device_with_one_stream_or_deaf_ones_each_copy_is_waited_for(
     """Without events, or `record_stream`, streams can't be ordered."""
     scripted.module = SimpleNamespace(Stream=kind)
     scripted.records = kind is not _Stream
-    device = TorchAccelerator(DEVICE)
+    device = Accelerator(DEVICE)
     assert not device.queues_copies
     assert device.side_stream() is None
     assert moved(device, pinned=True) == (DEVICE, False)
 
 
 def test_what_has_stayed_elsewhere_is_not_held() -> None:
-    device = TorchAccelerator(DEVICE)
+    device = Accelerator(DEVICE)
     there, beside, host = (
         SimpleNamespace(device=torch.device(name)) for name in ("cuda:1", "cuda:0", "cpu")
     )

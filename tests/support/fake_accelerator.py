@@ -23,10 +23,10 @@ from unittest import mock
 from hybridloader.devices import pinning
 from hybridloader.devices.pinning import (
     BUFFER_BYTES,
+    Accelerator,
     Mover,
     Pinner,
     Sent,
-    TorchAccelerator,
     current,
     find,
 )
@@ -34,7 +34,7 @@ from hybridloader.devices.pinning import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BUFFER_BYTES", "Mover", "Pinner", "Sent", "TorchAccelerator", "current", "pinning"]
+__all__ = ["BUFFER_BYTES", "Accelerator", "Mover", "Pinner", "Sent", "current", "pinning"]
 """Parts of the inside, which tests of devices import from here alone."""
 
 
