@@ -23,7 +23,7 @@ from hybridloader._support.states import load_into
 from hybridloader._support.text import brief
 from hybridloader._support.torch_env import TakenModes, seed_datapipe, when_imported
 from hybridloader._support.user_objects import Failure, Raised, add_note, foreign, show, twin
-from hybridloader.engine.dataset_state import Change, ShardStart, apply, load_for_epoch, undo_load
+from hybridloader.engine.dataset_state import Change, ShardStart, apply, undo_load
 from hybridloader.engine.messages import (
     Abandoned,
     Begin,
@@ -601,12 +601,10 @@ class Worker:
         self._broken = None
         self._open_next(message.shared_seed, message.changes)
 
-    def _open_next(
-        self, shared_seed: int | None, changes: tuple[Change, ...] = (), *, ended: bool = False
-    ) -> None:
-        """Open the fetcher of an epoch; for `ended` see `undo_load`."""
+    def _open_next(self, shared_seed: int | None, changes: tuple[Change, ...] = ()) -> None:
+        """Open the fetcher of an epoch."""
         try:
-            undo_load(self._spec.fetch.dataset, ended=ended)
+            undo_load(self._spec.fetch.dataset)
             apply(self._spec.fetch.dataset, changes)
             if self._deferred:
                 self._fetcher = self._opened(shared_seed)
@@ -790,7 +788,7 @@ class Worker:
                 # The state that was loaded for this epoch was the end of the one before.
                 self._from_end = False
                 self._let_go()
-                self._open_next(None, ended=True)
+                self._open_next(None)
                 return self._answer(task)
             self._exhausted = True
             return Exhausted(self.worker, task.seq, self._position, self._state_now())
@@ -850,8 +848,7 @@ def _resumed(fetch: Fetch, start: ShardStart, context: TaskContext) -> Fetcher:
     The dataset gets its state before the fetcher is opened, as in torchdata.
     """
     if start.dataset is not None:
-        load = load_for_epoch if fetch.in_turn else load_into
-        load(fetch.dataset, pickle.loads(start.dataset.kept), "the dataset")
+        load_into(fetch.dataset, pickle.loads(start.dataset.kept), "the dataset")
     fetcher = fetch.open(None, context)
     if start.next_epoch and start.iterator is not None:
         fetcher.resume(start)

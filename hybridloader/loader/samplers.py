@@ -27,9 +27,16 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from hybridloader._support.states import Cadence, Given, Kept, copied, is_stateful, kept
+from hybridloader._support.states import (
+    Cadence,
+    Given,
+    Kept,
+    copied,
+    is_stateful,
+    kept,
+    load_into,
+)
 from hybridloader._support.user_objects import attribute, described
-from hybridloader.engine.dataset_state import load_for_epoch, undo_load
 from hybridloader.errors import StateError
 
 # -- Order of torchdata's loaders: the samplers of a `StatefulDataLoader`.
@@ -468,7 +475,7 @@ def load_sampler(
         if state.sampler is not None:
             if stateful is None:
                 raise ValueError(f"{type(samplers.chain[-1]).__name__} has no load_state_dict()")
-            load_for_epoch(stateful, copied(state.sampler.kept), "the sampler")
+            load_into(stateful, copied(state.sampler.kept), "the sampler")
         indices = iter(samplers.outer)
         if state.iterator is not None:
             indices.load_state_dict(copied(state.iterator.kept))
@@ -508,7 +515,6 @@ def _begun(samplers: Samplers, indices: Iterator[Any], *, eager: bool) -> Iterat
         return PeekedIndices(first[0], indices)
     if not ends:
         return iter(())
-    undo_load(stateful, ended=True)
     return iter(samplers.outer)
 
 

@@ -41,7 +41,7 @@ from hybridloader._support.states import (
 from hybridloader._support.text import INFO, log, warn, warn_once
 from hybridloader._support.torch_env import is_datapipe, seed_datapipe
 from hybridloader._support.user_objects import attribute, described, has, length_of
-from hybridloader.engine.dataset_state import ShardStart, load_for_epoch, undo_load
+from hybridloader.engine.dataset_state import ShardStart, undo_load
 from hybridloader.engine.scheduler import ACTIVE, Dispatch, Scheduler, round_robin
 from hybridloader.errors import StateError
 from hybridloader.fetching.shards import ShardDivision, merged
@@ -553,8 +553,7 @@ class PassStart:
         if not keeps:
             torch.set_rng_state(before)
         if resume.dataset is not None:  # after the generators: the dataset may contain one of them
-            load = load_for_epoch if self._plan.iterable else load_into
-            load(self._plan.dataset, resume.dataset, "the dataset")
+            load_into(self._plan.dataset, resume.dataset, "the dataset")
             if self._plan.num_workers:  # only copies of it begin an epoch
                 undo_load(self._plan.dataset)
 

@@ -16,7 +16,7 @@ from itertools import islice
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hybridloader._support.states import Cadence, copied, is_stateful, set_epoch
+from hybridloader._support.states import Cadence, copied, is_stateful, load_into, set_epoch
 from hybridloader._support.text import beginning, short, warn_once
 from hybridloader._support.user_objects import (
     attribute,
@@ -28,7 +28,7 @@ from hybridloader._support.user_objects import (
     text_of,
 )
 from hybridloader.devices import pinning
-from hybridloader.engine.dataset_state import load_for_epoch, undo_load
+from hybridloader.engine.dataset_state import undo_load
 from hybridloader.errors import StateError
 from hybridloader.fetching.on_error import rest_is_lost
 from hybridloader.fetching.readers import MapFetch, Step, is_async
@@ -335,7 +335,7 @@ def opened(
 def _load(stateful: Any, mark: Mark, name: str) -> int:
     """Load the state of a mark; return the number of items before it."""
     try:
-        load_for_epoch(stateful, copied(mark.value), name)
+        load_into(stateful, copied(mark.value), name)
     except Exception as error:
         raise no_answer(
             StateError(
@@ -435,7 +435,7 @@ class MarkedIterator(OperatorIterator):
             if not again or self._given:
                 self._end()
                 raise
-            undo_load(self._stateful, ended=True)
+            undo_load(self._stateful)
             self._items = iter(self._stateful)
             self._pull = self._items.__next__
             return next(self)

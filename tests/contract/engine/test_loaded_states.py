@@ -1,7 +1,8 @@
 """The epochs after a resumed one: nothing but the state stays of a load.
 
-Some datasets and samplers note a loaded state and begin each later iteration there. Others carry a part
-of their state on. After a resume the epochs of both are those of a run that was not interrupted.
+Streams of Hugging Face note a loaded state and begin each later iteration there. Other datasets and
+samplers carry a part of their state on. After a resume the epochs of both are those of a run that was
+not interrupted.
 """
 
 from __future__ import annotations
@@ -23,16 +24,13 @@ LENGTH = 16
 LONG = 150  # a pipeline takes a state every 64 items
 
 
-class Noted(IterableDataset[int]):
-    """Dataset that begins each iteration at the loaded state, like a stream of Hugging Face."""
+class Resting(IterableDataset[int]):
+    """Dataset that knows how many of its samples were returned."""
+
+    start: dict[str, Any] | None = None
 
     def __init__(self, length: int = LENGTH) -> None:
-        self.start: dict[str, Any] | None = None
         self.at, self.length = 0, length
-
-    def __iter__(self) -> Iterator[int]:
-        self.at = 0 if self.start is None else self.start["at"]
-        yield from self.rest()
 
     def rest(self) -> Iterator[int]:
         info = get_worker_info()
@@ -47,15 +45,30 @@ class Noted(IterableDataset[int]):
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}
 
+
+class Stream(Resting):
+    """Dataset that begins each iteration at the loaded state, as a stream of Hugging Face does."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        super().__init__(length)
+        self._starting_state_dict: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.at = 0 if self._starting_state_dict is None else self._starting_state_dict["at"]
+        yield from self.rest()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start = state
+        self._starting_state_dict = state
+
+
+Stream.__name__, Stream.__module__ = "IterableDataset", "datasets.iterable_dataset"
 
 
 class Within(IterableDataset[int]):
-    """Dataset whose state is that of another one."""
+    """Dataset whose state is that of a stream."""
 
     def __init__(self, length: int = LENGTH) -> None:
-        self.inner = Noted(length)
+        self.inner = Stream(length)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.inner)
@@ -67,15 +80,7 @@ class Within(IterableDataset[int]):
         self.inner.load_state_dict(state)
 
 
-class Seen(Noted):
-    """Dataset that was iterated before it was passed to the loader: its state is no beginning."""
-
-    def __init__(self, length: int = LENGTH) -> None:
-        super().__init__(length)
-        next(iter(self))
-
-
-class Counted(Noted):
+class Counted(Resting):
     """Dataset with its number of epochs in its state, which its end advances."""
 
     epoch = 0
@@ -133,7 +138,7 @@ class Walking(Counted):
             self.generator.randrange(8)
 
 
-def as_sampler(kind: type[Noted], *, batches: bool) -> Any:
+def as_sampler(kind: type[Counted], *, batches: bool) -> Any:
     """Return a sampler, of batches or not, with the methods and the state of `kind`."""
 
     class AsSampler(kind):  # type: ignore[misc, valid-type]
@@ -149,7 +154,7 @@ def as_sampler(kind: type[Noted], *, batches: bool) -> Any:
     return AsSampler()
 
 
-KINDS: list[Any] = [Noted, Within, Seen, Counted, Deferred, Walking]
+KINDS: list[Any] = [Stream, Within, Counted, Deferred, Walking]
 
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 PLACES: dict[str, dict[str, Any]] = {
@@ -186,7 +191,7 @@ def check(make: Callable[[], Any], epoch: int, taken: int, elsewhere: Any = None
 
 
 CASES: list[Any] = [(kind, "caller") for kind in KINDS]
-CASES += [(Noted, "threads"), (Deferred, "threads, persistent"), (Walking, "fork, persistent")]
+CASES += [(Within, "threads"), (Deferred, "threads, persistent"), (Walking, "fork, persistent")]
 """Each kind in the caller; in workers a kind that notes its state, one that counts, one that draws."""
 
 
@@ -201,7 +206,8 @@ def test_epochs_after_a_resumed_one_are_those_of_the_run_that_was_not_interrupte
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"), [case for case in CASES if case[0] is not Within and "fork" not in case[1]]
+    ("kind", "place"),
+    [case for case in CASES if case[0] not in (Stream, Within) and "fork" not in case[1]],
 )
 def test_a_sampler_begins_its_later_epochs_as_without_a_resume(kind: Any, place: str) -> None:
     """On a loader with as many workers, and with others, which draws each epoch as the saved one."""
@@ -234,7 +240,7 @@ def test_a_source_of_a_pipeline_begins_its_later_epochs_as_without_a_resume(
         )
 
 
-@pytest.mark.parametrize("kind", [Noted, Within])
+@pytest.mark.parametrize("kind", [Stream, Within])
 def test_a_state_that_is_loaded_in_the_middle_of_an_epoch_stays_for_one_epoch(kind: Any) -> None:
     loader = DataLoader(kind(), 4)
     whole = listed(loader)
