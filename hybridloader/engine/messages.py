@@ -199,16 +199,6 @@ class Fetcher(ABC):
     def resume(self, start: ShardStart) -> None:  # noqa: B027  # nothing to resume without a shard
         """Resume at the position of an earlier run."""
 
-    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
-        """Return a part of `value` that can be sent, as all of it can't because of `error`; or raise.
-
-        `check` raises an error for a value that can't be sent.
-        """
-        try:
-            raise error
-        finally:
-            del error  # a traceback whose frame holds its own exception is a cycle
-
     def close(self) -> None:  # noqa: B027  # most have no open iterators
         """Close the iterators that are read."""
 

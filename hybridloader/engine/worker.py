@@ -44,7 +44,6 @@ from hybridloader.engine.messages import (
     WorkerSpec,
 )
 from hybridloader.engine.meter import ALWAYS, LONG, MEASURES, Meter
-from hybridloader.errors import ResultPicklingError
 from hybridloader.seeding.sample_rng import GLOBALS, SampleRng, now
 from hybridloader.seeding.worker_seeds import (
     ProcessSeeds,
@@ -761,10 +760,7 @@ class Worker:
                 if state is not None:
                     context.add("state", state)
             fetched = perf_counter() if looks or on else 0.0
-            try:
-                payload = self._wrap(value)
-            except ResultPicklingError as error:
-                payload = self._wrap(fetcher.mend(value, error, self._wrap))
+            payload = self._wrap(value)
             ended = perf_counter()
             if meter is not None:
                 meter.busy += ended - began

@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context, copy_context
 from dataclasses import replace
@@ -382,24 +381,6 @@ class ItemLoop:
 
     def _foreign(self, error: Exception) -> Exception:
         return foreign(error) if self._batch else foreign(error, "a function of a pipeline")
-
-    # -- values that can't be sent ---------------------------------------------------------------------
-
-    def sendable(self, values: list[Any], check: Callable[[Any], Any]) -> list[Any]:
-        """Return those of a task's `values` that `check` lets be sent, with notes on the others."""
-        results, context = TaskResults(), self._context
-        extras = context.take_extras() or {}
-        notes, results.uneven = deque(extras.get("notes", ())), extras.get("uneven", [])
-        for place, value in enumerate(values):
-            while notes and notes[0].position <= place:
-                results.notes.append(notes.popleft()._replace(position=len(results.values)))
-            try:
-                check(value)
-                results.values.append(value)
-            except Exception as error:
-                self.note(value, error, results)
-        results.notes.extend(note._replace(position=len(results.values)) for note in notes)
-        return results.hand_over(context)
 
 
 def _asked(item: Any) -> Any:

@@ -217,16 +217,13 @@ class LoaderFetcher(Fetcher):
         if work.on_error is not None:
             policy = seeded(work.on_error, self.rng)
             self._loop = ItemLoop([("map", read)], policy, context, helpers, batch=True)
-        # All the mutable state: the indices of the last task, under a policy.
-        self._asked: Sequence[Any] = ()
 
     @property
     def tolerant(self) -> bool:
         """True if it has a policy."""
         return self._loop is not None
 
-    def _answer(self, asked: Sequence[Any], attempt: Attempt) -> Any:
-        self._asked = asked
+    def _answer(self, attempt: Attempt) -> Any:
         self._context.add("outcome", attempt[1])
         return attempt[0]
 
@@ -254,15 +251,6 @@ class LoaderFetcher(Fetcher):
 
     def _collate(self, samples: Any) -> Any:
         return self._collate_fn(samples if self._batched else samples[0])
-
-    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
-        loop = self._loop
-        if loop is None or not loop.skips:
-            return super().mend(value, error, check)
-        assert self._context.extras is not None
-        outcome: Outcome = self._context.extras["outcome"]
-        good = _left(self._asked, outcome.failures)
-        return self._answer(self._asked, all_failed(good, error, outcome.failures))
 
 
 def _attempted(good: Sequence[Any], failures: Sequence[FailureRecord]) -> int:
@@ -301,7 +289,7 @@ class IndexedFetcher(LoaderFetcher):
 
     def fetch(self, index: Any) -> Any:
         if self._loop is not None:
-            return self._answer(index if self._batched else [index], self.attempt(index))
+            return self._answer(self.attempt(index))
         if not self._batched:
             if type(index) is GivenUp:
                 raise index.error()
@@ -386,7 +374,7 @@ class IndexedFetcher(LoaderFetcher):
 
     def assemble(self, samples: list[Any], index: Any) -> Any:
         made = self.made_of(samples, index)
-        return made if self._loop is None else self._answer(index, made)
+        return made if self._loop is None else self._answer(made)
 
     def made_of(self, samples: list[Any], index: Any) -> Any:
         """Return the batch of fetched samples, under a policy an `Attempt`. On any thread."""
@@ -560,9 +548,9 @@ class ShardFetcher(ShardReader, LoaderFetcher):
         if self._loop is not None:
             asked, results = self._read(self._loop, wanted)
             if results.values and not (self._drop_last and len(results.values) < wanted):
-                return self._answer(asked, self._batch(asked, results))
+                return self._answer(self._batch(asked, results))
             if results.notes:
-                return self._answer([], nothing_left(results.failures))
+                return self._answer(nothing_left(results.failures))
             if self._lost is not None:
                 error, self._lost = self._lost, None
                 raise error
@@ -666,9 +654,6 @@ class SourceFetcher(ShardReader):
                 packed = pickle.dumps(results.values[0], 5)
                 self._context.add("first", blake2b(packed, digest_size=16).digest())
         return results.hand_over(self._context)
-
-    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
-        return self._loop.sendable(value, check)
 
 
 # -- work of a pipeline's stage: the items of a task go through the user's functions, one after the other
@@ -918,6 +903,3 @@ class ItemsFetcher(Fetcher):
     def close(self) -> None:
         if self._coroutines is not None:
             self._coroutines.close()
-
-    def mend(self, value: Any, error: Exception, check: Callable[[Any], Any]) -> Any:
-        return self._loop.sendable(value, check)

@@ -38,14 +38,14 @@ _STOP = ("stop",) if SIGNALS else ()
 FAULTS = {
     "inline": ("raise", "slow"),
     "threads": ("raise", "slow", "huge", "sys.exit"),
-    "fork": (*DEATHS, *_STOP, "raise", "slow", "huge", "unpicklable"),
-    "spawn": (*DEATHS, *_STOP, "raise", "slow", "huge", "unpicklable"),
-    "shared-memory": (*DEATHS, *_STOP, "raise", "slow", "huge", "unpicklable"),
-    "ray": (*DEATHS, "raise", "slow", "huge", "unpicklable"),
+    "fork": (*DEATHS, *_STOP, "raise", "slow", "huge"),
+    "spawn": (*DEATHS, *_STOP, "raise", "slow", "huge"),
+    "shared-memory": (*DEATHS, *_STOP, "raise", "slow", "huge"),
+    "ray": (*DEATHS, "raise", "slow", "huge"),
 }
 """Faults that a sample can have, by backend. A thread can't be killed, and the caller can't die."""
 
-LASTING = ("raise", "unpicklable")
+LASTING = ("raise",)
 """Faults that happen whenever the sample is read; the others happen once."""
 
 SLOW = 0.02
@@ -117,8 +117,6 @@ class Plan:
             _HAPPEN.get(kind, _nothing)()
         if kind == "huge":
             return np.full(HUGE // 8, index, dtype=np.int64)
-        if kind == "unpicklable":
-            return Stubborn(index)
         return np.array([index])
 
     def _note(self, index: int) -> bool:
@@ -133,19 +131,6 @@ class Plan:
     def happened(self) -> Counter[str]:
         done = Path(self._path).read_bytes()
         return Counter(kind for index, kind in self.faults.items() if done[index])
-
-
-class Stubborn:
-    """Sample that can't be pickled; its repr is its index, by which the pipeline names it."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __repr__(self) -> str:
-        return str(self.index)
-
-    def __reduce__(self) -> Any:
-        raise Fault("this can't be pickled")
 
 
 def _kill(signum: str, pid: int | None = None) -> Callable[[], None]:
@@ -223,14 +208,6 @@ class Account:
         assert not lost, f"{weather}: lost {lost}"
         assert not doubled, f"{weather}: doubled {doubled}"
         may_fail = {index for index, kind in plan.faults.items() if kind in LASTING}
-        if weather.form == "loader":  # what can't be pickled takes its batch along
-            size = weather.batch_size
-            may_fail |= {
-                other
-                for index, kind in plan.faults.items()
-                if kind == "unpicklable"
-                for other in range(index // size * size, (index // size + 1) * size)
-            }
         wrong = sorted(set(self.skipped) - may_fail)
         assert not wrong, f"{weather}: skipped {wrong}, which had nothing"
         raised = {index for index, kind in plan.faults.items() if kind in LASTING}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -158,18 +157,17 @@ def test_a_generator_is_over_and_that_is_never_silent(backend: str, workers: int
     assert made.skipped == ()
 
 
-def test_a_batch_that_can_not_be_made_or_sent_is_lost_as_a_whole() -> None:
+def test_a_batch_that_can_not_be_made_is_lost_as_a_whole() -> None:
     def collate(samples: list[int]) -> Any:
         if 5 in samples:
             raise ValueError("odd")
-        return threading.Lock() if 9 in samples else samples
+        return samples
 
     made = DataLoader(
         Stream(16), 4, collate_fn=collate, backend="fork", num_workers=1, on_error=Skip(11)
     )
-    assert list(made) == [[10, 12, 13, 14], [15]]
-    assert [r.index for r in made.skipped] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11]
-    assert "a result of type 'lock'" in str(made.skipped[-2].error)
+    assert list(made) == [[6, 7, 8, 9], [10, 12, 13, 14], [15]]
+    assert [r.index for r in made.skipped] == [0, 1, 2, 3, 4, 5, 11]
 
 
 # -- readers of a pipeline -------------------------------------------------------------------------

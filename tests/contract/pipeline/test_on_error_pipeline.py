@@ -198,7 +198,7 @@ def test_only_stages_that_agree_share_workers() -> None:
     assert stages(task_timeout=3) == 2
 
 
-def test_a_stop_iteration_and_a_result_that_can_not_be_sent_are_errors_as_any_other() -> None:
+def test_a_stop_iteration_is_an_error_as_any_other() -> None:
     def leak(item: int) -> int:
         if item == 1:
             raise StopIteration
@@ -210,12 +210,6 @@ def test_a_stop_iteration_and_a_result_that_can_not_be_sent_are_errors_as_any_ot
         )
         assert found == [0, 2]
         assert error.startswith("RuntimeError")
-    pipe = Pipeline.from_dataset(range(9)).map(
-        lambda n: threading.Lock() if n == 5 else n, on_error="skip", backend="fork", num_workers=1
-    )
-    found, skipped = results(pipe)
-    assert found == [0, 1, 2, 3, 4, 6, 7, 8]
-    assert len(skipped) == 1
 
 
 def test_closing_ends_a_wait_inline() -> None:
