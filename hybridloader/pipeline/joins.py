@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any
 
 from hybridloader._support.text import is_number, one_of, short
 from hybridloader._support.user_objects import (
@@ -18,11 +18,9 @@ from hybridloader._support.user_objects import (
     counts_as_item,
     has,
     no_answer,
-    repr_of,
     takes_a_place,
 )
 from hybridloader.errors import IteratorClosed
-from hybridloader.fetching.on_error import alike, goes_astray
 from hybridloader.running.operator import (
     INFINITE,
     SEED,
@@ -41,9 +39,8 @@ from hybridloader.running.operator import (
 
 # -- rows: items of several pipelines that belong together by their numbers
 #
-# Row `i` is made of item `i` of each pipeline. An error in the place of an item counts as one. So a
-# failure drops its whole row. If it dropped the item of one pipeline alone, all later rows would be
-# shifted. So no pipeline may leave out items, and after a failure whose number is unknown no row comes.
+# Row `i` is made of item `i` of each pipeline. So no pipeline may leave out items, and no row follows an
+# error, after which the numbers of items may be unknown.
 
 
 def sum_of(lengths: Iterable[Length]) -> Length:
@@ -117,15 +114,12 @@ class JoinIterator(Iterator[Any]):
 
 @dataclass(frozen=True)
 class Zip(Join):
-    """Tuples of one item from each pipeline.
-
-    Items belong together by their numbers. One that raises drops its whole row. After a failure whose
-    number is unknown, no row comes. A pipeline that skips items that fail is refused.
+    """Tuples of one item from each pipeline, which belong together by their numbers.
 
     Parameters
     ----------
     pipelines
-        At least one.
+        At least one. An error in one of them ends the rows.
     strict
         True if pipelines of different lengths are an error: at once, if the lengths are known, else
         when the first of them has ended. False ends with the shortest.
@@ -138,10 +132,10 @@ class Zip(Join):
         check_flags(self, "strict")
         for number, pipeline in enumerate(self.pipelines):
             skipping = next((step.name for step in steps_in(pipeline) if step.leaves_out), None)
-            if skipping is not None and len(self.pipelines) > 1:
+            if skipping is not None:
                 raise ValueError(
                     f"{self.name}: in pipeline {number}, {skipping} skips items that fail, so all rows "
-                    "after one would be joined wrongly; skip them in a step after the zip, or pass "
+                    "after one would be joined wrongly. Give on_error to a step after the zip, or pass "
                     "on_error=Replace(...), which keeps every position"
                 )
         lengths = self.lengths
@@ -152,11 +146,7 @@ class Zip(Join):
             )
 
     def start(self, context: Context) -> Iterator[Any]:
-        lost = [
-            next((step.name for step in steps_in(pipeline) if not step.keeps_count), None)
-            for pipeline in self.pipelines
-        ]
-        return ZipIterator(self, context, lost)
+        return ZipIterator(self, context)
 
     def before(self, n: int, epoch: int, mark: Mark | None) -> Sequence[UpstreamPart] | None:
         return [UpstreamPart(number, n, epoch) for number in range(len(self.pipelines))]
@@ -174,109 +164,59 @@ _END = object()  # stands in a row for the item of a pipeline that has ended
 
 
 class ZipIterator(JoinIterator):
-    """Iterator of `Zip`.
+    """Iterator of `Zip`."""
 
-    `lost` is, for each branch, the step that makes the number of a failure unknown; None without one.
-    """
-
-    def __init__(self, join: Zip, context: Context, lost: Sequence[str | None]) -> None:
-        super().__init__(join.pipelines, context, dict.fromkeys(range(len(lost)), context.start))
-        self._strict, self._lost = join.strict, lost
+    def __init__(self, join: Zip, context: Context) -> None:
+        starts = dict.fromkeys(range(len(join.pipelines)), context.start)
+        super().__init__(join.pipelines, context, starts)
+        self._strict = join.strict
         self._pulls = [branch.__next__ for branch in self._opened]
         # All the mutable state:
-        self._count = context.start  # rows given, or raised
+        self._count = context.start  # rows given
         self._row: list[Any] = []  # the items of the next one, as far as they have come
-        self._failed: Exception | None = None  # what that row raises, once all of it has come
-        self._ended = False
-        self._last: list[Exception] = []  # what is to be raised yet, after the end
+        self._over: Exception | None = None  # raised by every call after the end
 
     def __next__(self) -> Any:
-        if self._ended:
-            self._finish()
         row, pulls = self._row, self._pulls
-        while len(row) < len(pulls):
+        while self._over is None and len(row) < len(pulls):
             try:
                 item = pulls[len(row)]()
             except StopIteration:
                 item = _END
             except Exception as error:
-                if not takes_a_place(error):
-                    raise
-                item = None
-                self._spoil(error)
+                if takes_a_place(error):
+                    why = f"zip: an error of pipeline {len(row)} at row {self._count} has ended the rows"
+                    add_note(
+                        error, f"{why}; on_error=Replace(...) in that pipeline keeps its place"
+                    )
+                    self._over = no_answer(IteratorClosed(why))
+                raise
             row.append(item)
             if item is _END or row[0] is _END:
                 self._check_end(row)
-        if row[0] is _END:
-            self._end(None)
+        if self._over is not None:
+            Raised(self._over).throw()
         self._count += 1
         self._row = []
-        if self._failed is not None:
-            failed, self._failed = Raised(self._failed), None
-            failed.throw()
         return tuple(row)
-
-    def _spoil(self, error: Exception) -> None:
-        """Note that an item of this row failed: the row fails after all branches gave theirs."""
-        number, first = len(self._row), self._failed
-        if number and self._row[0] is _END:  # the others have more items
-            self._failed = error
-            return
-        culprit = self._lost[number] if len(self._lost) > 1 else None
-        if goes_astray(error) or culprit is not None:
-            why = f"after {culprit}" if culprit is not None else "after such an error"
-            text = (
-                f"zip: {why}, it is unknown to which row of the others the items of pipeline {number} "
-                "belong, so the error ends it. "
-                + ("Put that step after the zip" if culprit is not None else "Fix the source")
-                + ", or keep items from failing before it, with on_error=Replace(...)"
-            )
-            add_note(error, text)
-            self._ended, self._last = True, [no_answer(IteratorClosed(text))]
-            try:
-                raise error
-            finally:
-                del error, first  # a traceback whose frame holds its own exception is a cycle
-        if first is None:
-            self._failed = error
-        elif (found := repr_of(error)) != repr_of(first):
-            add_note(first, f"In the same row of zip, pipeline {number} raised {found}.")
 
     def _check_end(self, row: list[Any]) -> None:
         """End, unless the pipelines must be of the same length and all until now have ended."""
-        first, last = row[0] is _END, row[-1] is _END
-        if not self._strict:
-            self._end(None)
-        if first != last:
-            self._end(self._uneven(0, len(row) - 1) if first else self._uneven(len(row) - 1, 0))
-
-    def _end(self, last: Exception | None) -> NoReturn:
-        """End: raise the error of this row, then `last`, then always `StopIteration`."""
-        both = self._failed, last
-        self._last = [one for one in both if one is not None]
-        self._ended, self._failed = True, None
-        del both  # a traceback whose frame holds its own exception is a cycle
-        self._finish()
-
-    def _finish(self) -> NoReturn:
-        """Raise the next error that is left after the end, or `StopIteration`."""
-        if not self._last:
-            raise StopIteration
-        closed = isinstance(self._last[0], IteratorClosed)  # which is raised each time
-        Raised(self._last[0] if closed else self._last.pop(0)).throw()
-
-    def _uneven(self, ended: int, other: int) -> ValueError:
-        return ValueError(
-            f"zip: pipeline {ended} ended after {self._count} items and pipeline {other} has more; pass "
-            "strict=False to end with the shortest"
-        )
+        even = row[0] is row[-1]
+        if not even or not self._strict or len(row) == len(self._pulls):
+            self._over = StopIteration()
+        if self._strict and not even:
+            ended, other = (0, len(row) - 1) if row[0] is _END else (len(row) - 1, 0)
+            raise ValueError(
+                f"zip: pipeline {ended} ended after {self._count} items and pipeline {other} has more; "
+                "pass strict=False to end with the shortest"
+            )
 
 
 # -- operators that make one pipeline out of several, without regard to which item belongs to which
 #
 # Each pulls the pipelines in one thread, in an order that its parameters alone decide, whichever of
 # them has something first. An error of one of them is raised where its item would have been returned.
-# The operators that join items by their numbers are in `rows`.
 
 
 @dataclass(frozen=True)
@@ -308,10 +248,9 @@ class ConcatIterator(PassesIterator):
     def _open(self, number: int, start: int) -> Iterator[Any]:
         try:
             return self._context.open(self._pipelines[number], start, number)
-        except Exception as error:
-            failed = Raised(alike(error, "astray"))  # its number of items is unknown
-        self._given += 1
-        return failed.throw()
+        except Exception:
+            self._given += 1
+            raise
 
 
 class _InTurn(Join):

@@ -423,7 +423,7 @@ class Operator(ABC):
     @property
     def keeps_count(self) -> bool:
         """True if an error in the place of an item before it takes the place of one of its items."""
-        return bool(self.branches()) or (self.seek(1) == 1 and self.seek(2) == 2)
+        return self.seek(1) == 1 and self.seek(2) == 2
 
     @property
     def leaves_out(self) -> bool:

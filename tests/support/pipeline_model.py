@@ -402,28 +402,23 @@ def mixed(
                 return
 
 
-def rows(lines: list[list[Event]], lossy: list[bool]) -> Iterator[Event]:
-    """Tuples of items by their numbers: a failure takes its row along, or ends them all.
-
-    `lossy` says of each line whether the number of a failure is unknown.
-    """
+def rows(lines: list[list[Event]]) -> Iterator[Event]:
+    """Tuples of items by their numbers, until an error ends them."""
     left = [iter(line) for line in lines]
     while True:
         given: list[Event] = []
-        for line, unknown in zip(left, lossy, strict=True):
+        for line in left:
             for event in line:
                 if event[0] != "beside":
                     break
                 yield event
             else:
-                yield from [event for event in given if event[0] == "error"][:1]
                 return
-            if event == CLOSED or (event[0] == "error" and unknown and len(lines) > 1):
+            if event[0] != "item":
                 yield from [event, CLOSED]
                 return
             given.append(event)
-        failed = [event for event in given if event[0] == "error"]
-        yield failed[0] if failed else ("item", tuple(item for _, item in given))
+        yield "item", tuple(item for _, item in given)
 
 
 # -- pipelines ---------------------------------------------------------------------------------------
@@ -433,8 +428,8 @@ def rows(lines: list[list[Event]], lossy: list[bool]) -> Iterator[Event]:
 class Recipe:
     """A pipeline to build; `make` takes the settings, `model` the epoch.
 
-    `traits` has, in the order of the steps, an ``s`` for one that skips items, an ``l`` for one after
-    which the number of an item is unknown, and a ``c`` for a cache; an ``e`` if the epoch matters.
+    `traits` has, in the order of the steps, an ``s`` for one that skips items and a ``c`` for a cache,
+    and an ``e`` if the epoch matters.
     """
 
     name: str
@@ -549,46 +544,46 @@ STEPS: dict[str, tuple[Build, Model, str]] = {
         each(one(fails_sometimes), "skip"),
         "s",
     ),
-    "filter": (on("filter", kept), each(chosen(kept)), "l"),
+    "filter": (on("filter", kept), each(chosen(kept)), ""),
     "filter, replace": (
         on("filter", kept_or_fails, "replace"),
         each(chosen(kept_or_fails), "replace"),
-        "l",
+        "",
     ),
-    "flat_map": (on("flat_map", several), each(several), "l"),
-    "flat_map, raise": (on("flat_map", several_and_fails), each(several_and_fails), "l"),
+    "flat_map": (on("flat_map", several), each(several), ""),
+    "flat_map, raise": (on("flat_map", several_and_fails), each(several_and_fails), ""),
     "flat_map, skip": (
         on("flat_map", several_and_fails, "skip"),
         each(several_and_fails, "skip"),
-        "sl",
+        "s",
     ),
-    "batch": (batching("batch", 3), grouped(by_number(3)), "l"),
+    "batch": (batching("batch", 3), grouped(by_number(3)), ""),
     "batch, full": (
         batching("batch", 2, drop_last=True),
         grouped(by_number(2), drop_last=True),
-        "l",
+        "",
     ),
-    "batch_by": (batching("batch_by", cost, 9), grouped(by_cost(9)), "l"),
+    "batch_by": (batching("batch_by", cost, 9), grouped(by_cost(9)), ""),
     "batch_by, padded": (
         batching("batch_by", cost, 12, padded=True),
         grouped(by_cost(12, padded=True)),
-        "l",
+        "",
     ),
     "batch_by, at most": (
         batching("batch_by", cost, 9, drop_last=True, max_size=2),
         grouped(by_cost(9, most=2), drop_last=True),
-        "l",
+        "",
     ),
-    "bucket_by": (batching("bucket_by", kind, 2), grouped(by_key(kind, lambda key: 2)), "l"),
+    "bucket_by": (batching("bucket_by", kind, 2), grouped(by_key(kind, lambda key: 2)), ""),
     "bucket_by, full": (
         batching("bucket_by", kind, size_of, drop_last=True),
         grouped(by_key(kind, size_of), drop_last=True),
-        "l",
+        "",
     ),
-    "unbatch": (lambda pipe, _: pipe.map(parts).unbatch(), each(parts), "l"),
-    "packed": (packing(5), split(5), "l"),
-    "packed whole": (packing(8, "first_fit", 2), first_fit(8, 2), "l"),
-    "shuffle": (step("shuffle", 4, seed=5), drawn(4, 5), "el"),
+    "unbatch": (lambda pipe, _: pipe.map(parts).unbatch(), each(parts), ""),
+    "packed": (packing(5), split(5), ""),
+    "packed whole": (packing(8, "first_fit", 2), first_fit(8, 2), ""),
+    "shuffle": (step("shuffle", 4, seed=5), drawn(4, 5), "e"),
     "take": (step("take", 7), take(7), ""),
     "skip": (step("skip", 2), every(2, 1), ""),
     "shard": (step("shard", 3, 1), every(1, 3), ""),
@@ -637,7 +632,7 @@ def combined(how: str, *lines: Recipe) -> Recipe:
     def model(epoch: int) -> list[Event]:
         given = [line.model(epoch) for line in lines]
         if how == "zip":
-            return [*rows(given, ["l" in line.traits for line in lines])]
+            return [*rows(given)]
         if how == "interleave":
             return in_turn(given, more[how]["block_length"])
         if how.startswith("mix"):

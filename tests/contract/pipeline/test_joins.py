@@ -35,13 +35,11 @@ def items(*found: Any) -> list[Event]:
 # -- zip ---------------------------------------------------------------------------------------------
 
 
-def test_a_strict_zip_says_which_pipeline_ended_and_raises_first_what_was_met() -> None:
+def test_a_strict_zip_says_which_pipeline_ended() -> None:
     uneven = "zip: pipeline {} ended after {} items"
     for scripts, expected, told in [
         ([[1, 2], [3]], [(1, 3)], uneven.format(1, 1)),
         ([[1], [3, 4]], [(1, 3)], uneven.format(0, 1)),
-        ([[1], [3, Oops(4)]], [(1, 3), Oops(4)], uneven.format(0, 1)),
-        ([[1, Oops(2)], [3]], [(1, 3), Oops(2)], uneven.format(1, 1)),
         ([[1], [3], []], [], uneven.format(2, 0)),
         ([[], [], [5]], [], uneven.format(0, 0)),
         ([[1, 2], [3, 4]], [(1, 3), (2, 4)], None),
@@ -53,23 +51,6 @@ def test_a_strict_zip_says_which_pipeline_ended_and_raises_first_what_was_met() 
         assert found == expected
         shortest = min(map(len, scripts))
         assert drain(first.zip(*others, strict=False).run())[:shortest] == expected[:shortest]
-
-
-def test_a_row_that_fails_twice_raises_once_and_tells_of_both() -> None:
-    lines = [scripted(Oops(1), 2), scripted(Oops(2), "b"), scripted(Oops(1), "y")]
-    first, second = drain(Pipeline.zip(*lines).run())
-    assert first == Oops(1)
-    assert first.__notes__ == ["In the same row of zip, pipeline 1 raised Oops(2)."]
-    assert second == (2, "b", "y")
-
-
-def test_readers_that_fail_and_go_on_keep_their_rows() -> None:
-    def read() -> Iterator[int]:
-        get_worker_info()  # each of several readers is to have all of it
-        return map(fails_at(1), range(3))
-
-    found = events(Pipeline.from_iterable(read, **THREADS).zip(numbers()).run())
-    assert found == [*items((0, 0), (0, 1)), *[("error", "1")] * 2, *items((2, 4), (2, 5))]
 
 
 @pytest.mark.parametrize("place", [{}, {"backend": "inline"}, THREADS], ids=str)
@@ -90,25 +71,30 @@ def test_a_budget_that_runs_out_shifts_no_row(place: dict[str, Any]) -> None:
         ]  # fmt: skip
 
 
-def test_a_pipeline_that_skips_items_is_refused_unless_it_is_alone() -> None:
+def test_a_pipeline_that_skips_items_is_refused() -> None:
     skipping = numbers().map(fails_at(2), on_error="skip")
     refusal = r"zip: in pipeline 1, map\(function\) skips items that fail"
     for pipe in (skipping, skipping.batch(2, collate_fn=list), numbers().concat(skipping)):
         with pytest.raises(ValueError, match=refusal):
             numbers().zip(pipe)
-        assert len(list(pipe.zip())) == len(list(pipe))
 
 
-def test_an_error_behind_which_nobody_knows_the_rows_says_so_and_ends_them() -> None:
-    batches = numbers().map(fails_at(3)).batch(2, collate_fn=list)
-    with batches.zip(numbers().batch(2, collate_fn=list)).run() as run:
-        assert next(run) == ([0, 1], [0, 1])
-        with pytest.raises(ValueError, match="3") as caught:
+@pytest.mark.parametrize("place", [{}, THREADS], ids=str)
+def test_an_error_says_that_it_ends_the_rows(place: dict[str, Any]) -> None:
+    pipe = numbers().zip(numbers().map(fails_at(2), **place))
+    with pipe.run() as run:
+        assert events(run, 2) == items((0, 0), (1, 1))
+        with pytest.raises(ValueError, match="2") as caught:
             next(run)
-        assert "zip: after batch, it is unknown to which row" in caught.value.__notes__[-1]
+        assert caught.value.__notes__[-1].startswith(
+            "zip: an error of pipeline 1 at row 2 has ended"
+        )
         for _ in range(2):
             with pytest.raises(IteratorClosed):
                 next(run)
+        state = run.state_dict()
+    with pipe.run(state=state) as run:  # after the error, which comes again and is dropped
+        assert events(run) == [CLOSED]
 
 
 @pytest.mark.parametrize("place", [{}, {"backend": "threads", "num_workers": 1}], ids=str)
@@ -122,11 +108,6 @@ def test_a_generator_that_fails_is_over_and_says_so(place: dict[str, Any]) -> No
     with pytest.raises(ShardLost):
         next(run)
     assert events(run) == items(*range(6))
-    with source.concat(numbers()).zip(numbers(), strict=False).run() as rows:
-        assert events(rows, 2) == [("item", (0, 0)), ("error", "1")]
-        with pytest.raises(ShardLost):
-            next(rows)
-        assert events(rows) == [CLOSED]
 
 
 @pytest.mark.parametrize(
@@ -205,8 +186,7 @@ class SetUpOnce:
 
 def test_every_item_of_a_worker_that_can_not_be_set_up_fails_in_its_place() -> None:
     numbers = Pipeline.from_dataset(range(1500))
-    found = events(iter(numbers.map(SetUpOnce(), **THREADS).zip(numbers)), most=5000)
+    found = events(iter(numbers.map(SetUpOnce(), **THREADS)), most=5000)
     assert len(found) == 1500
-    items = [item for kind, item in found if kind == "item"]
-    assert items
-    assert all(one == other for one, other in items)
+    assert {kind for kind, _ in found} == {"item", "error"}
+    assert all(item == place for place, (kind, item) in enumerate(found) if kind == "item")

@@ -189,22 +189,6 @@ def fails_at_3(item: int) -> int:
     return item
 
 
-def test_a_step_that_keeps_count_keeps_the_rows_of_a_zip() -> None:
-    failing = numbers().map(fails_at_3)
-    rows, next_row = [], iter(failing.apply(Totals()).zip(numbers())).__next__
-    for _ in range(5):
-        try:
-            rows.append(next_row())
-        except KeyError:
-            rows.append(None)
-    assert rows == [(1, 1), (3, 2), None, (7, 4), (12, 5)]
-    with failing.apply(Couples()).zip(numbers(), strict=False).run() as run:
-        next(run)
-        with pytest.raises(KeyError) as caught:
-            next(run)
-        assert "zip: after couples, it is unknown to which row" in caught.value.__notes__[-1]
-
-
 @dataclass(frozen=True)
 class Needing(Totals):
     """Can't run without something."""

@@ -94,10 +94,6 @@ class Stumble:
         return item
 
 
-def pairs(pipe: Pipeline) -> Pipeline:
-    return pipe.map(lambda pair: pair[0])
-
-
 Way = Callable[[Pipeline, Stumble], Pipeline]
 
 WAYS: dict[str, Way] = {
@@ -109,7 +105,6 @@ WAYS: dict[str, Way] = {
         abs, backend="threads", num_workers=1
     ),
     "counted": lambda pipe, f: pipe.map(f).take(7).skip(0).enumerate().map(lambda pair: pair[1]),
-    "rows": lambda pipe, f: pairs(pipe.map(f).zip(pipe.map(abs))),
     "collation": lambda pipe, f: pipe.batch(1, collate_fn=f).map(lambda batch: batch[0]),
     "a cost": lambda pipe, f: pipe.batch_by(f, 99, max_size=1, collate_fn=list).map(
         lambda batch: batch[0]
@@ -122,7 +117,7 @@ WAYS: dict[str, Way] = {
 
 @pytest.mark.parametrize(
     ("way", "within"),
-    [*((way, False) for way in WAYS), *((way, True) for way in ("inline", "fork", "rows"))],
+    [*((way, False) for way in WAYS), *((way, True) for way in ("inline", "fork"))],
 )
 def test_an_error_of_a_function_ends_nothing_whatever_its_type(way: str, within: bool) -> None:
     pipe = Pipeline.from_dataset(range(2, 9))
