@@ -23,6 +23,7 @@ from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any, ClassVar, cast
 
@@ -236,7 +237,7 @@ class _TaskSharing:
             with self._lock:
                 if not self._known:
                     # Without failed tasks: otherwise a loader whose tasks all fail would keep them.
-                    self._held = [task for task in self._held if task.items] + [shared]
+                    self._held = [*filter(attrgetter("items"), self._held), shared]
                     self._inboxes[worker].put(shared)
                     return True
         if not self.shares:

@@ -163,12 +163,14 @@ def modes_here() -> Modes | None:
 
     accelerator = current_accelerator()
     kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-    on = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    casts = [
+        (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
+    ]
     modes = Modes(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        tuple((kind, torch.get_autocast_dtype(kind)) for kind in on),
-        torch.is_autocast_cache_enabled() if on else True,
+        tuple(casts),
+        torch.is_autocast_cache_enabled() if casts else True,
         # torch implements a default device as a function mode; most threads have none.
         str(default_device()) if torch._C._is_torch_function_mode_enabled() else "cpu",
     )

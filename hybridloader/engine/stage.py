@@ -596,7 +596,8 @@ class Stage(Iterator[Any]):
     meanwhile (by the user's code, a signal's handler or a finalizer), it ends all at last: a caller of
     `close` that can't have the lock, or is the pulling thread itself, leaves the end to it.
 
-    Making one raises `BackendUnavailable` or `WorkerPicklingError`, before any worker has started.
+    Making one raises `WorkerPicklingError`, before any worker has started. The caller has called
+    `Backend.check`.
     """
 
     def __init__(
@@ -619,7 +620,6 @@ class Stage(Iterator[Any]):
         numbers: bool = False,  # tasks carry the number of their first item, which seeds its work
         clock: Callable[[], float] = time.perf_counter,  # seconds; the same clock in all processes
     ) -> None:
-        backend.check()
         self.backend = backend
         metering = None if observer is None else observer.metering
         spec = replace(spec, modes=self._modes(), metering=metering)
@@ -725,7 +725,9 @@ class Stage(Iterator[Any]):
         """
         if os.getpid() != self._owner:
             self._check_process()
-        message = Begin(epoch, shared_seed, changes, self._modes())
+        # Workers have just begun with the modes of `spec`, unless they are to open the first epoch, too.
+        modes = self._modes() if self.epoch >= 0 or self.spec.deferred else self.spec.modes
+        message = Begin(epoch, shared_seed, changes, modes)
         self._use_crew(self._begin, source, message, item)
 
     def opened(self) -> dict[int, Ready]:

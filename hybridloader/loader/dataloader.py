@@ -140,6 +140,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
     _auto: Auto | None = None
     """Parameters to be chosen when the first epoch begins."""
 
+    _checked: tuple[Any, ...] = ()
+    """`LoaderPlan.given` of the last epoch: the same objects are not checked again."""
+
     _tuning: Any = None
     """`Tuning` that chose them."""
 
@@ -231,6 +234,11 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
                 self._auto = auto
                 raise
         plan = self._plan()
+        if [*map(id, plan.given)] != [*map(id, self._checked)]:
+            self._check(plan)
+        return iterator_of(self, plan)
+
+    def _check(self, plan: LoaderPlan) -> None:
         plan.check_arguments()
         try:
             plan.check_options()
@@ -244,7 +252,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
             raise
         plan.warn()
         self.check_worker_number_rationality()
-        return iterator_of(self, plan)
+        self._checked = plan.given
 
     def report(self) -> str:
         """Return a table of the last iterator's workers: current task, and work done.

@@ -455,6 +455,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             )
 
     def _start(self, fetch: Fetch) -> Stage:
+        self._backend.check()
         if not self._backend.in_process:
             hint_at_large_container(self._dataset)
         separate = not self._backend.in_caller and not self._sends_states
@@ -469,7 +470,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             workers=self._num_workers,
             fetch=fetch,
             base_seed=int(self._base_seed),
-            init_fn=for_workers(self._worker_init_fn, self._backend),
+            init_fn=self._worker_init_fn and for_workers(self._worker_init_fn, self._backend),
             shared_seed=self._shared_seed,
             seeding=self._origin,
             starts=self._pass_start.starts,

@@ -8,6 +8,7 @@ options before the script has set the variables that torch reads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import repeat
 from typing import Any, NamedTuple, TypedDict
 
 from hybridloader._support.text import keywords, seconds, spelled_out, whole
@@ -52,8 +53,7 @@ class Options(NamedTuple):
     @classmethod
     def of(cls, loader: Any) -> Options:
         """Read the options of one of our loaders."""
-        values: list[Any] = [getattr(loader, name, default) for name, default in _DEFAULTS]
-        return cls(*values)
+        return cls._make(map(getattr, repeat(loader), _DEFAULTS, _DEFAULTS.values()))
 
     def without(self, names: Iterable[str]) -> Options:
         """Return a copy in which the options `names` have their defaults."""
@@ -74,4 +74,4 @@ class Options(NamedTuple):
 in_keywords = spelled_out(OptionWords, Options._field_defaults)
 """Decorator of functions that take these keywords: their signature lists each with its default."""
 
-_DEFAULTS = tuple(Options._field_defaults.items())
+_DEFAULTS = Options._field_defaults

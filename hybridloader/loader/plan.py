@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _DatasetKind
 
 from hybridloader._support.text import flag, function, seconds, warn_once, whole
-from hybridloader._support.user_objects import attribute, has
+from hybridloader._support.user_objects import has
 from hybridloader.engine.contract import Backend, get_backend, usable
 from hybridloader.engine.scheduler import ReorderLimit
 from hybridloader.fetching.on_error import ErrorBudget
@@ -67,14 +67,17 @@ class LoaderPlan:
     as is cheap."""
     epoch: int  # number of the next epoch
     record: LoaderRecord
+    given: tuple[Any, ...]  # all that `check` and `warn` depend on
 
     @classmethod
     def of(cls, loader: Any, backend: str | Backend | None, options: Options) -> LoaderPlan:
         """Read `loader`, torch's or hybridloader's, through attributes that torch's loaders have."""
         plan, record = cls.__new__(cls), record_of(loader)
+        values = _read(loader)
         # `__init__` of a frozen dataclass takes 8 us, and each `state_dict()` also makes a plan.
         vars(plan).update(
-            zip(_OF_THE_LOADER, _read(loader), strict=True),
+            zip(_OF_THE_LOADER, values, strict=True),
+            given=(*values, backend, *options),
             iterable=loader._dataset_kind == _DatasetKind.Iterable,
             batched=loader._auto_collation,
             samplers=Samplers.of(loader),
@@ -82,9 +85,9 @@ class LoaderPlan:
             chosen=backend,
             options=options,
             # torch's loaders store 2 if None was passed, so an explicit 2 can't be distinguished.
-            prefetch_chosen=attribute(loader, "_prefetch_chosen", True)
+            prefetch_chosen=getattr(loader, "_prefetch_chosen", True)
             or loader.prefetch_factor not in (None, 2),
-            state_every=attribute(loader, "_state_every", 0),
+            state_every=getattr(loader, "_state_every", 0),
             epoch=upcoming(loader, record),
             record=record,
         )
@@ -389,4 +392,4 @@ def upcoming(loader: Any, record: LoaderRecord) -> int:
     """Return the number of the next epoch: the announced one, or the one after the previous epoch."""
     begun = record.begun
     # 0 for a torch loader, which has no such attribute.
-    return int(attribute(loader, "_epoch", 0)) if begun is None else begun + 1
+    return int(getattr(loader, "_epoch", 0)) if begun is None else begun + 1

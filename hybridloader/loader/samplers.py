@@ -136,9 +136,7 @@ class _Batches(Iterator[list[int]]):
         self._samples.load_state_dict(state["sampler_iter_state"])
 
 
-def is_plain(batches: Any) -> bool:
-    """Return True if a batch sampler draws nothing ahead of its batches, as torch's does."""
-    return type(batches) is BatchSampler or type(batches) is BatchOrder
+PLAIN = BatchSampler, BatchOrder  # batch samplers that draw nothing ahead of their batches
 
 
 DEFAULT = "default"  # name of torch's default generator in a state
@@ -185,7 +183,7 @@ class Samplers(NamedTuple):
     @property
     def names(self) -> list[str]:
         """Class names of the chain; torch's name for batch samplers that draw as torch's does."""
-        return ["BatchSampler" if is_plain(s) else type(s).__name__ for s in self.chain]
+        return ["BatchSampler" if type(s) in PLAIN else type(s).__name__ for s in self.chain]
 
     @property
     def share(self) -> list[int] | None:
@@ -212,7 +210,7 @@ class Samplers(NamedTuple):
             if own is not self.generator:
                 found[SAMPLERS] = own
             return found
-        known = is_plain(samplers[0]) or len(samplers) == 1
+        known = type(samplers[0]) in PLAIN or len(samplers) == 1
         fixed = type(inner) is SequentialSampler or self.stateful is not None
         iterable = type(inner).__name__ == "_InfiniteConstantSampler" and self.generator is not None
         if not (known and fixed) and not iterable:
@@ -246,7 +244,7 @@ class Samplers(NamedTuple):
         generator makes a private one; with a generator, it draws from it after its last index.
         """
         batches, inner = self.chain[0], self.chain[-1]
-        if len(self.chain) > 2 or (batches is not inner and not is_plain(batches)):
+        if len(self.chain) > 2 or (batches is not inner and type(batches) not in PLAIN):
             return False
         if type(inner) is RandomSampler:
             return inner.generator is None
@@ -351,11 +349,9 @@ def _chain(outer: Any) -> list[Any]:
 
 
 def _stateful(outer: Any) -> Any:
-    if is_stateful(outer):
-        return outer
     # Batch samplers of other classes may have drawn ahead of their batches.
-    inner = outer.sampler if is_plain(outer) else None
-    return inner if is_stateful(inner) else None
+    drawn = outer.sampler if type(outer) in PLAIN else outer
+    return drawn if is_stateful(drawn) else None
 
 
 def is_ours(sampler: Any) -> bool:
@@ -524,7 +520,7 @@ def _shortcut(samplers: Samplers, indices: Iterator[Any], count: int) -> tuple[I
     inner: Any = attribute(outer, "sampler")
     if type(outer) is SequentialSampler:
         return iter(range(count, len(outer.data_source))), count
-    if not is_plain(outer) or not count:
+    if type(outer) not in PLAIN or not count:
         return indices, 0
     size = outer.batch_size
     if type(inner) is SequentialSampler:

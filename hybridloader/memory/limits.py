@@ -6,7 +6,7 @@ This module reads small files of the kernel, and allocates no memory for batches
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -114,15 +114,11 @@ _V2 = Names("memory.max", "memory.current", "memory.events")
 _V1 = Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
 
 
-def memory_cgroups(root: Path) -> Iterator[tuple[Path, Names]]:
+def memory_cgroups(root: Path) -> list[tuple[Path, Names]]:
     """Find the memory cgroups of this process, with the names of their files; see `cgroups`."""
     mounts = root / "sys/fs/cgroup"
-
-    def mount(controllers: str) -> Path:
-        return mounts / "memory" if controllers else mounts
-
-    for folder, second in cgroups("memory", root / "proc", mount):
-        yield folder, _V2 if second else _V1
+    found = cgroups("memory", root / "proc", lambda names: mounts / "memory" if names else mounts)
+    return [(folder, _V2 if second else _V1) for folder, second in found]
 
 
 # -- cgroups of this process, and the kernel's small files; a file that can't be read is empty, or None
@@ -132,23 +128,24 @@ def cgroups(
     controller: str,  # of the resource: "memory", "cpu"
     proc: Path,  # /proc
     mount: Callable[[str], Path],  # gives the mount point of a tree, by its controllers
-) -> Iterator[tuple[Path, bool]]:
+) -> list[tuple[Path, bool]]:
     """Find the cgroups of this process that may limit a resource, the innermost first.
 
-    Yields each folder, and True if it is of version 2. Its parent folders up to the mount follow: in a
+    Returns each folder, and True if it is of version 2. Its parent folders up to the mount follow: in a
     container the path in /proc may not exist, because the mounted cgroup is that of the container.
 
     The controllers of a tree are as /proc lists them. In version 1 several may share a tree, such as
     ``"cpu,cpuacct"``. Version 2 has one tree, and its controllers are ``""``.
     """
+    found = []
     for line in text_of(proc / "self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         second = number == "0" and not controllers
         if second or controller in controllers.split(","):
-            inner = Path(path.strip("/"))
-            for place in (inner, *inner.parents):
-                yield mount(controllers) / place, second
+            inner, tree = Path(path.strip("/")), mount(controllers)
+            found += [(tree / place, second) for place in (inner, *inner.parents)]
+    return found
 
 
 def text_of(path: Path) -> str:

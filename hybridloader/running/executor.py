@@ -256,6 +256,7 @@ class Executor(Runner):
                     node.name, key, node.backend, fetch, placement.num_workers, window, each=True
                 )
         else:
+            node.backend.check()  # again: `check` was when the run began
             flow, measures = found.flow, found.measures
 
         def fewest_at_hand(scheduler: Scheduler) -> int | None:
@@ -348,16 +349,16 @@ class Executor(Runner):
 
         With `relayed` the thread of a relay asks, and not your loop's.
         """
-        origin = self._origin(node, [work], epoch, threads=relayed)
         function = node.works[work].step().function
-        if origin is None:
-            return None
         if (
             isinstance(function, MapFetch)
             and not function.batched
             and is_container(function.dataset)
         ):
             return None  # nothing draws: an index is looked up in a list, an array or a tensor
+        origin = self._origin(node, [work], epoch, threads=relayed)
+        if origin is None:
+            return None
         from hybridloader.seeding.thread_generators import ThreadSampleRng
 
         sample_rng = ThreadSampleRng(origin, 0)
@@ -623,8 +624,7 @@ class ChainPass:
 
         In the places of items that are not needed, or that other ranks have had, are errors.
         """
-        was_had = self._was_had(node)
-        if was_had is not None:
+        if self.position.own_heads and (was_had := self._was_had(node)) is not None:
             items = Skipping(items, self.left, node.name, at, was_had)
         first = start.items - at  # that the run before has given
         if not first and start.needed is None:
@@ -687,7 +687,7 @@ class ChainPass:
     def _was_had(self, node: Node) -> Callable[[int], bool | None] | None:
         """Return a function that is true for the items of a node that other ranks have had, if any."""
         position, had = self.position, self.position.own_heads
-        if not had or position.heads is None or not is_at(node, position.heads):
+        if position.heads is None or not is_at(node, position.heads):
             return None
         source_of = partial(position.source_of, self.plan, node, self.epoch)
         came = Counter[int]()  # items of each item of the source
@@ -704,7 +704,7 @@ class ChainPass:
     def _ledger(self, node: InlineNode | WorkerNode, begins: Point) -> Ledger | None:
         """Return the ledger of a node; None if it gives one item for each that it takes."""
         unordered = not node.placement.in_order and node.placement.num_workers > 1
-        if unordered or one_by_one(node, raised=False):
+        if unordered or node.one_by_one:
             return None
         ledger = Ledger(self.epoch, begins)
         self.position.keep(node, ledger)

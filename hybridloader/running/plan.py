@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import ClassVar
 
 from hybridloader._support.text import table
 from hybridloader.engine.contract import Backend, usable
@@ -92,6 +93,11 @@ class FunctionsNode(_Node):
         return self.first + len(self.works) - 1
 
     @cached_property
+    def one_by_one(self) -> bool:
+        """True if they give one item or error for each that they take."""
+        return all(work.seek(1) == 1 for work in self.works)
+
+    @cached_property
     def name(self) -> str:
         return " + ".join([work.name for work in self.works])
 
@@ -135,6 +141,7 @@ class RelayNode(_Node):
     least: int = AHEAD
     """Number of items that the stage before may have ready, so that it is driven until it has them. So
     many wait here if the options have no depth, or more where items come several at a time."""
+    one_by_one: ClassVar[bool] = True
 
     @property
     def pins(self) -> bool:
@@ -282,7 +289,7 @@ def _needs_relay_at_end(nodes: list[Node], kinds: list[str]) -> bool:
     A stage alone has its window to work off; steps after a stage have none. Items that were moved to a
     device are for the thread that takes them.
     """
-    if any(isinstance(node, RelayNode) and node.options.moves for node in nodes):
+    if any(node.options.moves for node in nodes if isinstance(node, RelayNode)):
         return False
     if kinds[-1] == "slow":
         return any(map(_is_live, nodes))

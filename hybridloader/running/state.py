@@ -787,9 +787,7 @@ class RunPosition:
     def source_of(self, plan: ChainPlan, node: Node, epoch: int, n: int) -> int:
         """Return the number of the source's item of which output `n` of `node` is made, which came."""
         for before in reversed(plan.nodes[1 : node.path[-1] + 1]):
-            if isinstance(before, RelayNode) or (
-                isinstance(before, FunctionsNode) and one_by_one(before, raised=False)
-            ):
+            if not isinstance(before, OperatorNode) and before.one_by_one:
                 continue
             with self._lock:
                 stop = self._stop(before, n, epoch, False)
@@ -845,7 +843,7 @@ class RunPosition:
                 if passed and not reads:
                     continue
                 stop = self._stop(node, n, epoch, replayed)
-                if n and not reads and (stop is None or seeds_by_number(node, raised=raised)):
+                if n and not reads and (stop is None or (raised and seeds_by_number(node))):
                     n, replayed = 0, True
                 elif stop is not None:
                     yield stop
@@ -993,21 +991,17 @@ def cuts_of(marks: Mapping[str, Mark], heads: Heads | None = None) -> dict[Path,
 
 
 def one_by_one(node: FunctionsNode | RelayNode, *, raised: bool) -> bool:
-    """Return True if a node gives one item or error for each that it takes; see `seeds_by_number`."""
-    if isinstance(node, RelayNode):
-        return True
-    return not seeds_by_number(node, raised=raised) and all(
-        work.seek(1) == 1 for work in node.works
-    )
+    """Return True if a resumed node gives the rest of its items for the rest of its input.
 
-
-def seeds_by_number(node: FunctionsNode | RelayNode, *, raised: bool) -> bool:
-    """Return True if a node seeds items by numbers that are not known any more.
-
-    Where errors were `raised`, these are the numbers of the items that reached the node; which of the
-    errors came before it is not known.
+    Not if errors were `raised` and it seeds items by their numbers: these are the numbers of the items
+    that reached the node, and which of the errors came before it is not known.
     """
-    if not raised or isinstance(node, RelayNode):
+    return node.one_by_one and not (raised and seeds_by_number(node))
+
+
+def seeds_by_number(node: FunctionsNode | RelayNode) -> bool:
+    """Return True if a node seeds items by their numbers."""
+    if isinstance(node, RelayNode):
         return False
     return isinstance(node.placement.seeding, SampleSeeding) and not all(
         isinstance(work.step().function, MapFetch) for work in node.works
