@@ -539,7 +539,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         """
         plan, start = self._plan, self._pass_start
         origin = origin_of(
-            plan.options.seeding,
+            plan.seeding,
             int(self._base_seed),
             threads=plan.on_threads,
             several=plan.options.threads_per_worker > 1,

@@ -113,9 +113,13 @@ class LoaderPlan:
         return ReorderLimit(int(self.num_workers)) if self.samplers.unobserved else None
 
     @functools.cached_property
+    def seeding(self) -> SampleSeeding | str | None:
+        return parse_seeding(self.options.seeding)
+
+    @property
     def seeded_by_sample(self) -> bool:
         """True if the random numbers of a sample don't depend on its worker."""
-        return isinstance(parse_seeding(self.options.seeding), SampleSeeding)
+        return isinstance(self.seeding, SampleSeeding)
 
     @property
     def on_threads(self) -> bool:

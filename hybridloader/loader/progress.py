@@ -125,10 +125,11 @@ class Progress:
         number = self.count - len(repeated)
         self._shift, self._first, self._seq = first - number, first, first - 1
         self._counted = ahead is None or bool(repeated)
-        if ahead is not None and not repeated:
+        if repeated:
+            self.missing = {n: (n, lead, None) for n, lead in enumerate(repeated, number)}
+        elif ahead is not None:
             # Plus the last item, and one more while it is returned.
             self.log = deque(maxlen=ahead + 2)
-        self.missing = {n: (n, lead, None) for n, lead in enumerate(repeated, number)}
 
     # -- as items are drawn --------------------------------------------------------------------------
 

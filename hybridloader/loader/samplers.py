@@ -36,7 +36,7 @@ from hybridloader._support.states import (
     kept,
     load_into,
 )
-from hybridloader._support.user_objects import attribute, described
+from hybridloader._support.user_objects import described
 from hybridloader.errors import StateError
 
 # -- Order of torchdata's loaders: the samplers of a `StatefulDataLoader`.
@@ -192,7 +192,7 @@ class Samplers(NamedTuple):
             return None
         for sampler in self.chain:
             for names in (("rank", "num_replicas"), ("process_index", "num_processes")):
-                share: list[Any] = [attribute(sampler, name) for name in names]
+                share: list[Any] = [getattr(sampler, name, None) for name in names]
                 if all(type(number) is int for number in share):
                     return share
         return None
@@ -205,7 +205,7 @@ class Samplers(NamedTuple):
             found["loader"] = self.generator
         samplers = self.chain
         inner = samplers[-1]
-        own = attribute(inner, "generator")
+        own = getattr(inner, "generator", None)
         if isinstance(own, torch.Generator):
             if own is not self.generator:
                 found[SAMPLERS] = own
@@ -254,14 +254,14 @@ class Samplers(NamedTuple):
     def _seeded(self) -> Any:
         """Sampler with a `set_epoch()`, whose order depends on the epoch."""
         for sampler in self.chain:
-            if callable(attribute(sampler, "set_epoch")):
+            if callable(getattr(sampler, "set_epoch", None)):
                 return sampler
         return None
 
     @property
     def announced_epoch(self) -> int | None:
         """Last epoch passed to a sampler with a `set_epoch()`; None if there is no such sampler."""
-        epoch = attribute(self._seeded, "epoch", None)
+        epoch = getattr(self._seeded, "epoch", None)
         return epoch if type(epoch) is int else None
 
     def announce_epoch(self, epoch: int | None) -> None:
@@ -279,10 +279,10 @@ class Samplers(NamedTuple):
         cost it 80 us less than as a list.
         """
         inner = self.chain[-1]
-        of_one = attribute(inner, "batches") if len(self.chain) == 2 and is_ours(inner) else None
-        if of_one is None or type(self.outer) is not BatchSampler:
+        if len(self.chain) != 2 or type(self.outer) is not BatchSampler or not is_ours(inner):
             return batches
-        if not isgenerator(batches) or getgeneratorstate(batches) != GEN_CREATED:
+        of_one = getattr(inner, "batches", None)
+        if of_one is None or not isgenerator(batches) or getgeneratorstate(batches) != GEN_CREATED:
             return batches
         return iter(of_one(self.outer.batch_size, self.outer.drop_last, arrays=arrays()))
 
@@ -339,9 +339,9 @@ def _chain(outer: Any) -> list[Any]:
     found = [outer]
     while len(found) < _LONGEST_CHAIN:
         last = found[-1]
-        inner = attribute(last, "batch_sampler")
+        inner = getattr(last, "batch_sampler", None)
         if inner is None:
-            inner = attribute(last, "sampler")
+            inner = getattr(last, "sampler", None)
         if inner is None or id(inner) in map(id, found):
             break
         found.append(inner)
@@ -390,7 +390,7 @@ class SamplerReplay(NamedTuple):
         stateful = samplers.stateful
         start = None
         if stateful is not None:
-            upcoming = attribute(stateful, "upcoming_state_dict", stateful.state_dict)
+            upcoming = getattr(stateful, "upcoming_state_dict", stateful.state_dict)
             start = kept(stateful, "the sampler", asked=upcoming)
         states = {name: generator.get_state() for name, generator in samplers.generators.items()}
         epoch = None if stateful is not None else samplers.announced_epoch
@@ -517,7 +517,7 @@ def _begun(samplers: Samplers, indices: Iterator[Any], *, eager: bool) -> Iterat
 def _shortcut(samplers: Samplers, indices: Iterator[Any], count: int) -> tuple[Iterator[Any], int]:
     """Skip up to `count` of `indices`, if that is cheap; return the rest and the number skipped."""
     outer = samplers.outer
-    inner: Any = attribute(outer, "sampler")
+    inner: Any = getattr(outer, "sampler", None)
     if type(outer) is SequentialSampler:
         return iter(range(count, len(outer.data_source))), count
     if type(outer) not in PLAIN or not count:

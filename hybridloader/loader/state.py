@@ -40,7 +40,7 @@ from hybridloader._support.states import (
 )
 from hybridloader._support.text import INFO, log, warn, warn_once
 from hybridloader._support.torch_env import is_datapipe, seed_datapipe
-from hybridloader._support.user_objects import attribute, described, has, length_of
+from hybridloader._support.user_objects import described, has, length_of
 from hybridloader.engine.dataset_state import ShardStart, undo_load
 from hybridloader.engine.scheduler import ACTIVE, Dispatch, Scheduler, round_robin
 from hybridloader.errors import StateError
@@ -500,9 +500,9 @@ class PassStart:
     def __init__(self, plan: LoaderPlan, *, again: bool) -> None:
         self._plan, self._again = plan, again
         samplers, state, before = plan.samplers, plan.record.loaded, plan.record.progress
-        if before is not None and (before.finished or before.yielded > before.resumed_at):
-            for thing in (plan.dataset, samplers.stateful):  # an epoch has used their loads
-                undo_load(thing)
+        used = before is not None and (before.finished or before.yielded > before.resumed_at)
+        if used and plan.iterable:  # an epoch has used the load of a state
+            undo_load(plan.dataset)
         self.loads = state is not None  # True if a state was loaded
         now, as_torch = _replay_now(plan, again=again)
         if state is not None:
@@ -599,7 +599,7 @@ class PassStart:
         This asks the sampler that has loaded the state. With another number of ranks, ``uneven="drop"``
         may drop the whole rest.
         """
-        upcoming = attribute(self._plan.samplers.stateful, "upcoming_state_dict", None)
+        upcoming = getattr(self._plan.samplers.stateful, "upcoming_state_dict", None)
         start = resume.replay.start
         if upcoming is None or start is None:
             return False

@@ -98,7 +98,7 @@ class Origin:
 
 
 def origin_of(
-    value: Any,  # of `seeding`
+    chosen: SampleSeeding | str | None,  # result of `parse_seeding`
     seed: int,  # for a policy without one
     *,
     threads: bool,  # workers are threads of one process
@@ -108,7 +108,6 @@ def origin_of(
     any_thread: bool = False,
 ) -> Origin | None:
     """Return the origin of a stage's seeds; None if its samples draw from the global generators."""
-    chosen = parse_seeding(value)
     if isinstance(chosen, SampleSeeding):
         seed = seed if chosen.seed is None else chosen.seed
         return Origin(seed, epoch, stages, any_thread)
