@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any, Generic, NamedTuple, NoReturn, TypeGuard, TypeVar
 
 from hybridloader._support.inheritance import reducing_pickler
-from hybridloader.errors import IteratorClosed, NotReady, StateError, WorkerDied, WorkerTimeout
+from hybridloader.errors import IteratorClosed, StateError, WorkerDied
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -190,9 +190,6 @@ _PLACE = "_hybridloader_place"
 ENDS = (IteratorClosed, WorkerDied, StateError)
 """Errors after which a hybridloader iterator returns no more items."""
 
-NO_ITEM = (NotReady, WorkerTimeout)
-"""Errors that a hybridloader iterator raises in addition to its items; it remains usable."""
-
 
 def mark(error: BaseException, place: str | None) -> None:
     """Mark the place of an error in a stream of items; None: it replaces one item."""
@@ -230,7 +227,7 @@ def takes_a_place(error: BaseException) -> bool:
 
 def counts_as_item(error: BaseException) -> bool:
     """Return True if `error` gets a number where items are numbered; a `StopIteration` is no item."""
-    return not isinstance(error, StopIteration) and not is_ours(error, (*ENDS, *NO_ITEM))
+    return not isinstance(error, StopIteration) and takes_a_place(error)
 
 
 def is_ours(error: BaseException, kinds: type[E] | tuple[type[E], ...]) -> TypeGuard[E]:

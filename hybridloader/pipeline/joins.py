@@ -15,7 +15,6 @@ from hybridloader._support.user_objects import (
     Raised,
     add_note,
     close,
-    counts_as_item,
     has,
     no_answer,
     takes_a_place,
@@ -310,10 +309,10 @@ class _TurnIterator(JoinIterator):
                 self._in_a_row = 0
                 self._lost_one()
             except Exception as error:
-                if not takes_a_place(error):
-                    self._place = place
-                if counts_as_item(error):
+                if takes_a_place(error):
                     self._note(place)
+                else:
+                    self._place = place
                 raise
             else:
                 self._note(place)

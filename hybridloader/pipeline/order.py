@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from hybridloader._support.user_objects import Raised, counts_as_item, no_answer
+from hybridloader._support.user_objects import counts_as_item, no_answer
 from hybridloader.errors import StateError
-from hybridloader.fetching.on_error import LeftOut, alike
 from hybridloader.fetching.shards import bits_of, group_of_ranks, numbers_in
 from hybridloader.running.operator import (
     INFINITE,
@@ -222,41 +221,15 @@ class Take(Operator):
         return min(self.count, upstream)
 
 
-class _NumberedIterator(OperatorIterator):
-    """Base of the iterators that give one item for each, and number these.
-
-    An error that is raised beside the items has no number there, and yet counts as an item where the
-    position of a run is noted. So the number of such errors is marked after each.
-    """
-
-    def __init__(self, items: Iterator[Any], context: Context) -> None:
-        super().__init__(items)
-        self._mark = context.mark
-        # All the mutable state:
-        self._beside = 0 if context.saved is None else context.saved.value  # errors until now
-        self._number = context.start - self._beside  # items, and errors in their places
-
-    def _note(self, error: Exception) -> None:
-        """Note an error of `_pull`."""
-        in_place = self._failed(error)
-        if not in_place and counts_as_item(error):
-            given = self._number + self._beside
-            if not self._beside:
-                self._mark(given, 0)
-            self._beside += 1
-            self._mark(given + 1, self._beside)
-        self._number += in_place
-
-
-class TakeIterator(_NumberedIterator):
+class TakeIterator(OperatorIterator):
     """Iterator of `Take`."""
 
     def __init__(self, items: Iterator[Any], count: int, context: Context) -> None:
-        super().__init__(items, context)
-        self._count = count
+        super().__init__(items)
+        self._left = count - context.start  # all the mutable state
 
     def __next__(self) -> Any:
-        if self._number >= self._count:
+        if self._left <= 0:
             self.close()
             raise StopIteration
         try:
@@ -265,16 +238,16 @@ class TakeIterator(_NumberedIterator):
             self.close()
             raise
         except Exception as error:
-            self._note(error)
+            self._left -= self._failed(error)
             raise
-        self._number += 1
+        self._left -= 1
         return item
 
 
 class _Every(Operator):
     """Base of the steps that skip the first items, and then give every so many-th one."""
 
-    cheap = keeps_count = marks_inputs = counts_errors = True
+    cheap = keeps_count = counts_errors = True
 
     @property
     @abstractmethod
@@ -297,7 +270,7 @@ class _Every(Operator):
 
 @dataclass(frozen=True)
 class SkipFirst(_Every):
-    """All but the first `count` items. The errors of skipped items are still raised."""
+    """All but the first `count` items. An error of a skipped item is not raised."""
 
     count: int
 
@@ -314,63 +287,29 @@ class SkipFirst(_Every):
 
 
 class EveryIterator(OperatorIterator):
-    """Skips `first` items, then gives every `step`-th one.
-
-    An error of a skipped item is raised and counts as an item, so that the numbers of items and of those
-    before them do not follow from each other any more. From then on each item has a mark: the number of
-    items before it, and how many are to be skipped.
-    """
+    """Skips `first` items, then gives every `step`-th one. An error of a skipped item is not raised."""
 
     def __init__(self, items: Iterator[Any], first: int, step: int, context: Context) -> None:
         super().__init__(items)
-        self._between, self._mark = step - 1, context.mark
-        # All the mutable state:
-        self._given, self._taken = context.start, context.first  # items and errors; those before
-        self._skip = self._between if context.start else first  # items before the next one
-        self._shifted = False  # an error has come, so each item has a mark
-        if context.saved is not None and context.start:  # else all comes again
-            self._shifted, self._skip = True, context.saved.value[1]
+        self._between = step - 1
+        self._skip = self._between if context.start else first  # all the mutable state
 
     def __next__(self) -> Any:
         while True:
-            skips, failed = self._skip > 0, None
+            skips = self._skip > 0
             try:
                 item = self._pull()
             except Exception as error:
-                in_place = self._failed(error)
-                if not in_place and counts_as_item(error):
-                    self._count_apart(skipped=0)
-                elif in_place and not skips:
-                    self._gave()
-                if not (in_place and skips):
+                if not self._failed(error):
                     raise
-                if type(error) is not LeftOut:
-                    failed = Raised(alike(error, "beside"))
-            if failed is not None:
-                self._count_apart(skipped=1)
-                failed.throw()
-            if not skips:
-                self._gave()
-                return item
+                if not skips:
+                    self._skip = self._between
+                    raise
+            else:
+                if not skips:
+                    self._skip = self._between
+                    return item
             self._skip -= 1
-            self._taken += 1
-
-    def _gave(self) -> None:
-        self._given += 1
-        self._taken += 1
-        self._skip = self._between
-        if self._shifted:
-            self._mark(self._given, [self._taken, self._skip])
-
-    def _count_apart(self, *, skipped: int) -> None:
-        """Count an error that is raised beside the items that are given."""
-        if not self._shifted:
-            self._shifted = True
-            self._mark(self._given, [self._taken, self._skip])
-        self._given += 1
-        self._taken += 1
-        self._skip -= skipped
-        self._mark(self._given, [self._taken, self._skip])
 
 
 @dataclass(frozen=True)
@@ -388,22 +327,22 @@ class Enumerate(OneForOne):
         return EnumerateIterator(items, self.start, context)
 
 
-class EnumerateIterator(_NumberedIterator):
+class EnumerateIterator(OperatorIterator):
     """Iterator of `Enumerate`."""
 
     def __init__(self, items: Iterator[Any], start: int, context: Context) -> None:
-        super().__init__(items, context)
-        self._start = start
+        super().__init__(items)
+        self._number = start + context.start  # all the mutable state
 
     def __next__(self) -> Any:
         try:
             item = self._pull()
         except Exception as error:
-            self._note(error)
+            self._number += self._failed(error)
             raise
         number = self._number
         self._number = number + 1
-        return self._start + number, item
+        return number, item
 
 
 @dataclass(frozen=True)
@@ -467,7 +406,8 @@ class ShardByRank(_Every):
     """The items of one of several processes: every `num_replicas`-th, from number `rank` on.
 
     When the number of items is no multiple of `num_replicas`, the first shards have one more than the
-    others. It is moved before the `map` stages that precede it, so that no work is thrown away.
+    others. An error of an item of another process is not raised. The step is moved before the `map`
+    stages that precede it, so that no work is thrown away.
 
     Parameters
     ----------

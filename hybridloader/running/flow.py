@@ -189,11 +189,11 @@ class StageItems(StageIterator):
             except StopIteration:
                 raise
             except Exception as error:
-                items = max(1, self._stage.items)
-                if self._ledger is not None and counts_as_item(error):
-                    self._ledger.one_each(items)
                 if not takes_a_place(error):
                     raise
+                items = max(1, self._stage.items)
+                if self._ledger is not None:
+                    self._ledger.one_each(items)
                 for _ in range(items - 1):  # one error for each item of the task
                     self._queue.fail(alike(error))
                 self._results = self._queue

@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridloader._support.states import place_dropped
 from hybridloader._support.text import INFO, log, warn, whole
-from hybridloader._support.user_objects import ENDS, NO_ITEM, is_ours, no_answer
+from hybridloader._support.user_objects import ENDS, is_ours, no_answer, takes_a_place
 from hybridloader.engine.contract import close_once, closed_with, park_at_exit
 from hybridloader.engine.feed import Relay, RelayQueue
 from hybridloader.errors import IteratorClosed, StateError
@@ -210,7 +210,7 @@ class Run(Iterator[Any]):
                     if is_ours(error, ENDS):
                         park_at_exit()
                         self._end(error)
-                    elif not is_ours(error, NO_ITEM):
+                    elif takes_a_place(error):
                         position.raised += 1
                         position.given += 1
                     raise

@@ -20,7 +20,7 @@ from hybridloader.errors import IteratorClosed
 from hybridloader.sampling import ShuffleSampler
 
 Event = tuple[str, Any]
-"""Item that `next` returned, or error that it raised: in the place of one, or beside them."""
+"""Item that `next` returned, or error that it raised in the place of one."""
 
 CLOSED = ("closed", "")
 SEED = 1
@@ -301,39 +301,24 @@ def first_fit(length: int, most: int) -> Model:
 
 
 def every(first: int, step: int) -> Model:
-    """Every `step`-th item from number `first` on; errors of the others come beside."""
+    """Every `step`-th item from number `first` on."""
 
     def model(before: list[Event], epoch: int) -> Iterator[Event]:
-        number = 0
-        for what, item in before:
-            given = number >= first and (number - first) % step == 0
-            number += what != "beside"
-            if given or what in ("beside", "closed"):
-                yield what, item
-            elif what == "error":
-                yield "beside", item
+        for number, event in enumerate(before):
+            if (number >= first and (number - first) % step == 0) or event == CLOSED:
+                yield event
 
     return model
 
 
 def take(count: int) -> Model:
-    def model(before: list[Event], epoch: int) -> Iterator[Event]:
-        left = count
-        for what, item in before:
-            if not left:
-                return
-            left -= what != "beside"
-            yield what, item
-
-    return model
+    return lambda before, epoch: before[:count]
 
 
 def numbered(start: int) -> Model:
     def model(before: list[Event], epoch: int) -> Iterator[Event]:
-        number = start
-        for what, item in before:
+        for number, (what, item) in enumerate(before, start):
             yield what, (number, item) if what == "item" else item
-            number += what != "beside"
 
     return model
 
@@ -363,25 +348,13 @@ def drawn(size: int, seed: int) -> Model:
 # -- and of joins ------------------------------------------------------------------------------------
 
 
-def in_places(line: list[Event]) -> list[list[Event]]:
-    """Each event that takes a place, behind those that come beside before it."""
-    found: list[list[Event]] = [[]]
-    for event in line:
-        found[-1].append(event)
-        if event[0] != "beside":
-            found.append([])
-    return found if found[-1] else found[:-1]
-
-
 def in_turn(lines: list[list[Event]], block: int) -> list[Event]:
-    places = [in_places(line) for line in lines]
-    turns = max(map(len, places)) // block + 1
+    turns = max(map(len, lines)) // block + 1
     return [
         event
         for turn in range(turns)
-        for line in places
-        for place in line[turn * block : (turn + 1) * block]
-        for event in place
+        for line in lines
+        for event in line[turn * block : (turn + 1) * block]
     ]
 
 
@@ -389,14 +362,15 @@ def mixed(
     lines: list[list[Event]], weights: list[int], seed: int, epoch: int, *, first: bool
 ) -> Iterator[Event]:
     generator = random.Random(f"{seed}/{epoch}")
-    alive = [(iter(in_places(line)), weight) for line, weight in zip(lines, weights, strict=True)]
+    alive = [(iter(line), weight) for line, weight in zip(lines, weights, strict=True)]
     while alive:
         ends = list(accumulate(weight for _, weight in alive))
         at = generator.random() * ends[-1]
         number = next(number for number, end in enumerate(ends) if at < end)
-        place = next(alive[number][0], None)
-        yield from place or []
-        if place is None or place[-1][0] == "beside":
+        event = next(alive[number][0], None)
+        if event is not None:
+            yield event
+        else:
             del alive[number]
             if first:
                 return
@@ -408,11 +382,8 @@ def rows(lines: list[list[Event]]) -> Iterator[Event]:
     while True:
         given: list[Event] = []
         for line in left:
-            for event in line:
-                if event[0] != "beside":
-                    break
-                yield event
-            else:
+            event = next(line, None)
+            if event is None:
                 return
             if event[0] != "item":
                 yield from [event, CLOSED]
@@ -442,10 +413,7 @@ class Recipe:
 
     def events(self, epoch: int) -> list[Event]:
         """What a run gives."""
-        found = [
-            ("error", item) if what == "beside" else (what, item)
-            for what, item in self.model(epoch)
-        ]
+        found = self.model(epoch)
         return found[: found.index(CLOSED) + 1] if CLOSED in found else found
 
 

@@ -58,8 +58,6 @@ def test_what_is_not_needed_is_not_asked_for() -> None:
     source = Script(1, 2, Oops(1), 3, 4)
     found = begin(steps.skip(3), source)
     assert source.pulled == 0
-    with pytest.raises(Oops):
-        next(found)
     assert next(found) == 3
     source = Script(1, 2, Oops(1), 3, 4, 5)
     found = begin(steps.batch(3, collate_fn=list), source)
