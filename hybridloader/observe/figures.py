@@ -153,8 +153,6 @@ class StageRecord(StageStats):
     sending: float = 0.0  # seconds, not in `busy`, that sending and opening results took
     arrays: float = 0.0  # share of `bytes` in tensors and arrays, which are not pickled
     spans: tuple[Span, ...] = ()
-    latencies: tuple[float, ...] = ()
-    """Seconds from the end of a task until its result was received, for results that were waited for."""
     since: float | None = None  # time before which spans were dropped
     first: float | None = None  # time at which its first task began
     parts: tuple[float, ...] = ()

@@ -389,7 +389,6 @@ class StageMeasures:
         self._scale = 1  # tasks per task that reported measures
         self._spans: deque[Span] = deque(maxlen=REMEMBERED)
         self._dropped: float | None = None  # end of the last span that was dropped
-        self._latencies: deque[float] = deque(maxlen=REMEMBERED)
         self._gil_waits: deque[float] = deque(maxlen=REMEMBERED)
         # Only with `each`:
         self.began: float | None = None
@@ -491,8 +490,6 @@ class StageMeasures:
         self.sending += self._scale * measures.reporting
         self._retried += measures.retried
         ended = measures.spans[-1][1]
-        if since < ended < now:
-            self._latencies.append(now - ended)
         sent = max(since, ended)  # from then on the consumer waited for it
         if sent < now:
             self.sending += now - sent
@@ -580,7 +577,6 @@ class StageMeasures:
             queued=queued,
             faults=faults + Faults(0, 0, self._retried, self.restarted),
             spans=snapshot(self._spans),
-            latencies=snapshot(self._latencies),
             since=self._dropped,
             first=self.first,
             parts=tuple(self._busy_of) if self._in_turn else (),

@@ -7,7 +7,6 @@ only names `StageRecord.options`, which the constructor takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hybridloader._support.store_use import StoreUse
@@ -56,22 +55,16 @@ COMPUTES = 0.5
 """A stage computes, rather than waits, if CPU time is at least this share of its busy time without the
 waits for a core."""
 
-ONE_CORE = (0.7, 1.2)
-"""CPU seconds per second of several threads that take turns at the GIL. It is 1, less the time outside
-and the cost of passing the GIL on, plus the work that is done without it."""
+ONE_CORE = 1.2
+"""Most CPU seconds per second of threads that take turns at the GIL: 1, and work that needs no GIL."""
 
-TURN, HELD = 0.5, 0.5
-"""Threads hold the GIL if they compute for at least this share of their turns, and their results are
-picked up late by this part of a switch interval: half an interval is the mean time until a holder is
-asked to release it. Other delays do not depend on the interval."""
+TURN = 0.5  # threads hold the GIL if they compute for at least this share of their turns
 
-AT_ONCE, LATE = 1.2, 0.1
-"""Threads take turns if this many are busy at once and their results, or their waits for the GIL, take
-this part of the switch interval: more than waking a thread takes."""
-
-LOOKS, HELD_AT = 3, 0.125
-"""Fewest samples of waits for the GIL for a conclusion, and share of samples with a held GIL from which
-it is a bottleneck: two threads of Python had 0.24 to 0.68, threads that wait for a disk 0."""
+HELD, LOOKS, HELD_AT = 0.5, 3, 0.125
+"""Part of a switch interval from which a thread that had released the GIL waited for a holder of it,
+fewest samples of such waits for a conclusion, and share of the samples from which the GIL is held: two
+threads of Python had 0.56 to 0.94, threads that wait for a disk 0. Half an interval is the mean time
+until a holder is asked to release it."""
 
 BESIDE = 0.5
 """CPU seconds per second of a stage's threads from which their use of the GIL matters to the loop's
@@ -182,19 +175,16 @@ def _held_loop(figures: Figures) -> Verdict | None:
     """
     recording = figures.recording
     own = None if recording.cores is None else recording.cores.own
-    if figures.share >= STALL or own is None or own > ONE_CORE[1]:
+    if figures.share >= STALL or own is None or own > ONE_CORE:
         return None
     for name, stage in zip(figures.names, recording.stages, strict=True):
-        waits, elapsed = stage.gil_waits, elapsed_of(stage)
-        late = late_of(waits, HELD * recording.switch_interval)
+        elapsed, held = elapsed_of(stage), gil_held(stage, recording.switch_interval)
         rate = stage.cpu / elapsed if stage.cpu and elapsed > 0 else 0.0
-        if rate >= BESIDE and len(late) >= max(LOOKS, HELD_AT * len(waits)):
+        if rate >= BESIDE and held:
             evidence = (
                 f"The bottleneck is {name}, whose threads hold the GIL: they used {rate:.1f} cores, the "
-                f"whole program {own:.1f}, and in {len(late)} of {len(waits)} samples a thread "
-                f"that had released the GIL waited for it, {time(late[len(late) // 2])} at the median. "
-                "Your step waits for the GIL in the same way; for batches "
-                f"your loop waited for {figures.share:.1%} of the time."
+                f"whole program {own:.1f}, and {held}. Your step waits for the GIL in the same way; for "
+                f"batches your loop waited for {figures.share:.1%} of the time."
             )
             return Verdict("stage", name, "holds-gil", evidence, LEAVE_THE_GIL)
     return None
@@ -321,16 +311,12 @@ def _kind_by_times(
     stage: StageRecord, switch_interval: float, cores: CoreUse | None
 ) -> tuple[str | None, str]:
     """Return the kind by the times of CPU, cores and GIL, and these as evidence."""
-    known = sorted(stage.latencies)
-    late = known[3 * len(known) // 4] if len(known) >= 3 else 0.0  # upper quartile
     # `wait_for_core` also counts waits between tasks.
     for_core = min(stage.wait_for_core or 0.0, max(0.0, stage.busy - (stage.cpu or 0.0)))
-    overdue = stage.in_process and late >= HELD * switch_interval
-    if overdue and _takes_turns(stage, for_core, switch_interval):
-        return "holds-gil", (
-            f"a quarter of its results were picked up {time(late)} late or more, because the GIL "
-            "was held"
-        )
+    held = gil_held(stage, switch_interval)
+    turn = (stage.busy - for_core) / stage.num_workers
+    if held and (stage.cpu is None or stage.cpu >= TURN * turn > 0):
+        return "holds-gil", held
     use = stage.coroutines
     if stage.cpu is None or stage.busy <= 0:
         if use is not None and use.idle >= MOST * stage.busy > 0:
@@ -344,12 +330,6 @@ def _kind_by_times(
     # A runnable thread without a core might have computed or waited, so leave that time out.
     waited = max(0.0, stage.busy - stage.cpu - for_core)
     computed = stage.cpu / (stage.cpu + waited) if stage.cpu else 0.0
-    elapsed = elapsed_of(stage)
-    if stage.in_process and stage.num_workers > 1 and elapsed > 0:
-        at_once, rate = stage.busy / elapsed, stage.cpu / elapsed
-        taking_turns = at_once >= AT_ONCE and ONE_CORE[0] <= rate <= ONE_CORE[1]
-        if taking_turns and late > LATE * switch_interval and computed < 1 / ONE_CORE[1]:
-            return "holds-gil", f"{at_once:.1f} busy threads computed as much as {rate:.1f}"
     if computed >= COMPUTES:
         return "computes", spent
     if stage.wait_for_core is None and (cores is None or cores.busy is None or _all_busy(cores)):
@@ -357,21 +337,16 @@ def _kind_by_times(
     return "waits", spent
 
 
-def _takes_turns(stage: StageRecord, for_core: float, switch_interval: float) -> bool:
-    """Return True if threads take turns at the GIL: its holder computes or waits for a core."""
+def gil_held(stage: StageRecord, switch_interval: float) -> str:
+    """Return evidence that threads wait for the GIL beside those of a stage, or an empty text."""
     waits = stage.gil_waits
-    found_held = len(late_of(waits, LATE * switch_interval)) >= HELD_AT * len(waits)
-    if stage.num_workers > 1 and len(waits) >= LOOKS and not found_held:
-        return False  # threads that release it get it back at once: results are late as cores were busy
-    # If all wait for a core at once, none of them delays the others.
-    turn = stage.busy / stage.num_workers - for_core
-    if turn <= 0:
-        turn = (stage.busy - for_core) / stage.num_workers
-    return stage.cpu is None or stage.cpu >= TURN * turn > 0
-
-
-def late_of(waits: Sequence[float], seconds: float) -> list[float]:
-    return sorted(wait for wait in waits if wait >= seconds)
+    late = sorted(wait for wait in waits if wait >= HELD * switch_interval)
+    if len(late) < max(LOOKS, HELD_AT * len(waits)):
+        return ""
+    return (
+        f"in {len(late)} of {len(waits)} samples a thread that had released the GIL waited for it, "
+        f"{time(late[len(late) // 2])} at the median"
+    )
 
 
 def elapsed_of(stage: StageRecord) -> float:
