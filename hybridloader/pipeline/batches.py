@@ -154,7 +154,7 @@ class _CollatingIterator(OperatorIterator):
     """Base of the iterators that collate items by the rules of their operator."""
 
     def __init__(
-        self, items: Iterator[Any], rules: _OfSize | BucketBy | BatchBy, context: Context
+        self, items: Iterator[Any], rules: Batch | BucketBy | BatchBy, context: Context
     ) -> None:
         super().__init__(items)
         collate_fn = rules.collate_fn
@@ -185,16 +185,36 @@ class _CollatingIterator(OperatorIterator):
         return batch
 
 
-class _OfSize(Operator):
-    """Batches of one size."""
+@dataclass(frozen=True)
+class Batch(Operator):
+    """Every `batch_size` items as one batch.
+
+    Parameters
+    ----------
+    batch_size
+        Items in a batch.
+    drop_last
+        True drops the last batch if it is not full.
+    collate_fn
+        Function from a list of samples to a batch; None is torch's `default_collate`. With ``list`` a
+        batch is the plain list; `hybridloader.pipeline.Pad` pads samples to the longest.
+    memory
+        Limit of the recycled slots in which large tensors are collated.
+    """
 
     batch_size: int
-    drop_last: bool
-    collate_fn: CollateFn | None
-    memory: Memory
+    _: KW_ONLY
+    drop_last: bool = False
+    collate_fn: CollateFn | None = None
+    memory: Memory = DEFAULT_MEMORY
 
     begins_anew = True
     marks_inputs = counts_errors = True  # marks where errors shifted the result of `seek`
+
+    def __post_init__(self) -> None:
+        settle_whole(self, "batch_size", 1, SIZE)
+        check_flags(self, "drop_last")
+        check_collation(self, self.collate_fn, self.memory)
 
     def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
         return BatchIterator(items, self, context)
@@ -209,74 +229,10 @@ class _OfSize(Operator):
         return full + (rest > 0 and not self.drop_last)
 
 
-@dataclass(frozen=True)
-class Batch(_OfSize):
-    """Every `batch_size` items as one batch.
-
-    Parameters
-    ----------
-    batch_size
-        Items in a batch.
-    drop_last
-        True drops the last batch if it is not full.
-    collate_fn
-        Function from a list of samples to a batch; None is torch's `default_collate`. With ``list`` a
-        batch is the plain list.
-    memory
-        Limit of the recycled slots in which large tensors are collated.
-    """
-
-    batch_size: int
-    _: KW_ONLY
-    drop_last: bool = False
-    collate_fn: CollateFn | None = None
-    memory: Memory = DEFAULT_MEMORY
-
-    def __post_init__(self) -> None:
-        settle_whole(self, "batch_size", 1, SIZE)
-        check_flags(self, "drop_last")
-        check_collation(self, self.collate_fn, self.memory)
-
-
-@dataclass(frozen=True)
-class PaddedBatch(_OfSize):
-    """Every `batch_size` items as one batch, padded where their lengths differ. See `Pad` for the rules.
-
-    Parameters
-    ----------
-    padding_value
-        Value to fill up with.
-    lengths
-        True returns ``(batch, lengths)``.
-    batch_size, drop_last, memory
-        See `Batch`.
-    """
-
-    batch_size: int
-    _: KW_ONLY
-    padding_value: float = 0
-    drop_last: bool = False
-    lengths: bool = False
-    memory: Memory = DEFAULT_MEMORY
-
-    def __post_init__(self) -> None:
-        settle_whole(self, "batch_size", 1, SIZE)
-        check_flags(self, "drop_last", "lengths")
-        check_memory(self.name, self.memory)
-        try:
-            Pad(self.padding_value)
-        except TypeError as error:
-            raise TypeError(f"{self.name}: {error}") from None
-
-    @property
-    def collate_fn(self) -> CollateFn:  # type: ignore[override]
-        return Pad(self.padding_value, self.lengths)
-
-
 class BatchIterator(_CollatingIterator):
-    """Iterator of `Batch` and `PaddedBatch`."""
+    """Iterator of `Batch`."""
 
-    def __init__(self, items: Iterator[Any], rules: _OfSize, context: Context) -> None:
+    def __init__(self, items: Iterator[Any], rules: Batch, context: Context) -> None:
         super().__init__(items, rules, context)
         self._size, self._drop_last, self._mark = rules.batch_size, rules.drop_last, context.mark
         # All the mutable state:

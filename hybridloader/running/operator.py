@@ -417,7 +417,7 @@ class Operator(ABC):
 
     @property
     def name(self) -> str:
-        """Name in tables and errors: that of the class, ``PaddedBatch`` as ``padded_batch``."""
+        """Name in tables and errors: that of the class, ``BatchBy`` as ``batch_by``."""
         return re.sub("(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property

@@ -65,7 +65,6 @@ LENGTHS = {
     ".filter(f)": lambda pipe: pipe.filter(abs),
     ".flat_map(f)": lambda pipe: pipe.flat_map(range),
     ".batch(batch_size)": lambda pipe: pipe.batch(2),
-    ".padded_batch(batch_size)": lambda pipe: pipe.padded_batch(2),
     ".batch_by(cost, max_cost)": lambda pipe: pipe.batch_by(abs, 9),
     ".bucket_by(key, batch_size)": lambda pipe: pipe.bucket_by(abs, 2),
     ".pack(row_length)": lambda pipe: pipe.pack(4),

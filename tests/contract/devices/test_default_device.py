@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 from hybridloader import DataLoader, Pipeline
+from hybridloader.pipeline import Pad
 
 ROWS, COLUMNS = 4, 32 * 1024  # 512 KB a batch: beyond what is sent without a slot
 
@@ -68,7 +69,7 @@ def test_batches_come_without_workers() -> None:
 
 def test_a_pipeline_draws_its_seed_and_pads() -> None:
     rows = [torch.ones(length) for length in (3, 1)]
-    pipeline = Pipeline.from_dataset(rows).padded_batch(2, lengths=True)
+    pipeline = Pipeline.from_dataset(rows).batch(2, collate_fn=Pad(lengths=True))
     with torch.device("meta"):
         ((batch, lengths),) = list(pipeline)
     assert batch.tolist() == [[1, 1, 1], [1, 0, 0]]

@@ -26,6 +26,7 @@ from support.scripts import (
 from torch.utils.data import default_collate
 
 from hybridloader import Memory
+from hybridloader.pipeline import Pad
 
 SAMPLES: list[Any] = [
     {"x": torch.full((3,), float(i)), "y": i, "name": f"n{i}", "pair": (i, np.full(2, i))}
@@ -41,7 +42,7 @@ def test_batches_are_those_of_default_collate(collate_fn: Any) -> None:
 
 GROUPING: dict[str, Step] = {
     "batch": steps.batch(2),
-    "padded_batch": steps.padded_batch(2),
+    "padded": steps.batch(2, collate_fn=Pad()),
     "batch_by": steps.batch_by(lambda sample: 1, 2),
     "bucket_by": steps.bucket_by(lambda sample: 0, 2),
 }
@@ -66,9 +67,10 @@ def test_large_batches_are_made_in_slots_that_are_used_again_unless_they_are_kep
 
 def test_full_slots_are_told_once_and_lose_nothing() -> None:
     samples = [torch.full((100_000,), float(i)) for i in range(10)]
-    for step in (steps.batch, steps.padded_batch):
+    for collate_fn in (None, Pad()):
+        step = steps.batch(2, collate_fn=collate_fn, memory=Memory(1 << 20))
         with pytest.warns(UserWarning, match="ordinary memory") as told:
-            kept = outcome(step(2, memory=Memory(1 << 20)), *samples)
+            kept = outcome(step, *samples)
         assert len(told) == 1
         assert [batch[:, 0].tolist() for batch in kept] == [[i, i + 1] for i in range(0, 10, 2)]
 

@@ -140,6 +140,6 @@ def test_samples_that_do_not_fit_are_an_error_that_names_the_field() -> None:
     ]:
         with pytest.raises(ValueError, match=told):
             Pad()(samples)
-    bad, good = outcome(steps.padded_batch(2), [1], {"x": 1}, [2], [3, 4])
+    bad, good = outcome(steps.batch(2, collate_fn=Pad()), [1], {"x": 1}, [2], [3, 4])
     assert isinstance(bad, (ValueError, TypeError))  # of its batch alone
     same(good, torch.tensor([[2, 0], [3, 4]]))
