@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from hybridloader.loader.dataloader import DataLoader as DataLoader
     from hybridloader.loader.stateful_dataloader import StatefulDataLoader as StatefulDataLoader
     from hybridloader.memory.limits import Memory as Memory
-    from hybridloader.observe.observation import Observe as Observe
     from hybridloader.pipeline.pipeline import Pipeline as Pipeline
     from hybridloader.running.run import PipelineLoader as PipelineLoader
     from hybridloader.seeding.sample_rng import SampleSeeding as SampleSeeding
@@ -67,7 +66,6 @@ __getattr__, __dir__, __all__ = lazily(
         "loader.dataloader": "DataLoader",
         "loader.stateful_dataloader": "StatefulDataLoader",
         "memory.limits": "Memory",
-        "observe.observation": "Observe",
         "pipeline.pipeline": "Pipeline",
         "running.run": "PipelineLoader",
         "seeding.sample_rng": "SampleSeeding rng",

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from hybridloader.devices.pinning import Accelerator, Transfer
     from hybridloader.engine.stage import RestartPolicy
     from hybridloader.fetching.on_error import Replace, Retry, Skip, Skipped
-    from hybridloader.observe.observation import Observe
     from hybridloader.observe.stats import Stats
     from hybridloader.seeding.sample_rng import SampleSeeding
 
@@ -112,8 +111,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
     observe
         True measures each epoch for `stats`: the time of your loop and of the workers, and the
         bottleneck. It costs 2 to 3 % of batches that take 10 to 20 microseconds, and less of longer
-        ones. An `Observe` also calls your function with the statistics at intervals. See
-        docs/why-is-it-slow.md.
+        ones. See docs/why-is-it-slow.md.
 
     Raises
     ------
@@ -181,7 +179,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
         task_timeout: float = 0,
         seeding: str | SampleSeeding | None = None,
         device: str | torch.device | Accelerator | Transfer | None = None,
-        observe: bool | Observe = False,
+        observe: bool = False,
     ) -> None:
         auto = Auto.of(dataset, num_workers, backend, multiprocessing_context)
         if auto is not None:  # until they are chosen, one worker: 0 would not allow all options

@@ -260,7 +260,7 @@ class LoaderObservation(Observation):
         self, iterator: object, plan: LoaderPlan, fetch: Fetch, workers: int, window: int
     ) -> None:
         number = plan.record.number  # the same for all iterators of a loader
-        super().__init__(plan.options.observe, STAGE, number)
+        super().__init__(STAGE, number)
         options = options_of(plan.backend, fetch, workers)  # that advice may name
         if plan.multiprocessing_context is not None:  # another backend might contradict it
             del options["backend"]
@@ -309,9 +309,9 @@ class LoaderObservation(Observation):
         traced(self.trace, SAMPLER, self._sampler)
         return self._sampler.timed(source)
 
-    def ended(self, *, finished: bool) -> None:
+    def ended(self) -> None:
         self.end()
-        super().ended(finished=finished)
+        super().ended()
 
     def stats(self) -> Stats:
         # Another thread may be beginning an epoch, in which these are None at first.
@@ -662,9 +662,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         loop, began = self._loop, 0.0
         if loop is not None:
             began = perf_counter()
-            if began >= loop.due:
-                self._observation.due()  # type: ignore[union-attr]
-                began = perf_counter()
         try:
             data = self._next_batch()
         except Exception as error:
@@ -673,7 +670,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             if isinstance(error, StopIteration):
                 self._progress.finished = True
                 if self._observation is not None:
-                    self._observation.ended(finished=True)
+                    self._observation.ended()
             park_at_exit()
             raise
         if self._pinner is not None and self._pin_thread is None:

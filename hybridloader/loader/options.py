@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping
 from itertools import repeat
 from typing import Any, NamedTuple, TypedDict
 
-from hybridloader._support.text import keywords, seconds, spelled_out, whole
+from hybridloader._support.text import flag, keywords, seconds, spelled_out, whole
 from hybridloader.devices.pinning import check as check_device
 from hybridloader.engine.stage import RestartPolicy
 from hybridloader.fetching.on_error import Replace, Retry, Skip, parse_on_error
-from hybridloader.observe.observation import Observe, check_observe
 from hybridloader.seeding.sample_rng import SampleSeeding, parse_seeding
 
 
@@ -28,7 +27,7 @@ class OptionWords(TypedDict, total=False):
     task_timeout: float
     seeding: str | SampleSeeding | None
     device: Any
-    observe: bool | Observe
+    observe: bool
 
 
 class Options(NamedTuple):
@@ -40,7 +39,7 @@ class Options(NamedTuple):
     task_timeout: float = 0
     seeding: str | SampleSeeding | None = None
     device: Any = None
-    observe: bool | Observe = False
+    observe: bool = False
 
     @classmethod
     def parsed(cls, caller: str, words: Mapping[str, Any]) -> Options:
@@ -68,7 +67,7 @@ class Options(NamedTuple):
         RestartPolicy.of(self.on_worker_death)
         seconds("task_timeout", self.task_timeout)
         check_device(self.device)
-        check_observe(self.observe)
+        flag("observe", self.observe)
 
 
 in_keywords = spelled_out(OptionWords, Options._field_defaults)

@@ -198,7 +198,6 @@ class LoopWaits(Waits):
         self.began = perf_counter()
         self.ended: float | None = None
         self.items = 0  # counted by the caller of `note`
-        self.due = math.inf  # time of the next report
 
     def end(self) -> None:
         """Note that the loop has ended."""

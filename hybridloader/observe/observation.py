@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
-from time import perf_counter
 from typing import Any, TextIO
 
 from hybridloader._support.store_use import StoreUse, start_counting, together, uses, uses_since
-from hybridloader._support.text import flag, function, seconds, warn
 from hybridloader._support.threads import turn_at_gil
-from hybridloader._support.user_objects import described
 from hybridloader.engine.feed import RelayQueue, RelaySleeps
 from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.observe.figures import Recording, StageRecord
@@ -38,53 +33,9 @@ from hybridloader.observe.tracing import (
 )
 
 
-@dataclass(frozen=True)
-class Observe:
-    """Policy of `observe`: a function that receives the statistics while your loop runs.
-
-    The thread of your loop calls it between two batches and at the end of each epoch, so its time adds
-    to the loop's. If it raises, one warning reports the first error and the loop continues.
-
-    Parameters
-    ----------
-    on_stats
-        Function of one `Stats`.
-    every
-        Minimum number of seconds between two calls.
-
-    Raises
-    ------
-    TypeError, ValueError
-        `on_stats` is not callable, or `every` is not above 0.
-
-    Examples
-    --------
-    >>> from hybridloader import DataLoader, Observe
-    >>> seen = []
-    >>> loader = DataLoader(range(6), 2, observe=Observe(seen.append, every=10.0))
-    >>> for batch in loader:
-    ...     pass
-    >>> seen[-1].items
-    3
-    """
-
-    on_stats: Callable[[Stats], object]
-    every: float = 10.0
-
-    def __post_init__(self) -> None:
-        function("on_stats", self.on_stats, "a function that takes one Stats")
-        seconds("every", self.every, above=True)
-
-
-def check_observe(value: bool | Observe) -> None:
-    """Check the `observe` of a loader or a pipeline. Raises `TypeError`."""
-    if not isinstance(value, Observe):
-        flag("observe", value)
-
-
-def is_observed(observe: bool | Observe) -> bool:
+def is_observed(observe: bool) -> bool:
     """Return True if an iterator that is made now is observed: by its user, a trace or tables."""
-    return bool(observe) or Trace.running() is not None or Tables.running() is not None
+    return observe or Trace.running() is not None or Tables.running() is not None
 
 
 SHOWN = 12  # maximum number of loaders in the tables of a program, the latest ones
@@ -156,12 +107,10 @@ class Observation(ABC):
     Tables show it as `name` and recognize it by `key`. It refers to no iterator and no worker.
     """
 
-    def __init__(self, observe: bool | Observe, name: str, key: Hashable) -> None:
-        self._policy = observe if isinstance(observe, Observe) else None
+    def __init__(self, name: str, key: Hashable) -> None:
         self.trace, self._tables = Trace.running(), Tables.running()
         self._name, self._key = name, key
         # All the mutable state:
-        self._warned = False
         self._stores = uses()  # as they were before
         self.loop = self._new_loop()
         weakref.finalize(self, start_counting()).atexit = False
@@ -215,39 +164,11 @@ class Observation(ABC):
         """Begin an epoch of `loop`; `stats` may be asked for from now on."""
         if self._tables is not None:
             self._tables.see(self._name, self._key, self.stats)
-        if self._policy is not None:
-            self.loop.due = perf_counter() + self._policy.every
 
-    def due(self) -> None:
-        """Report between two items: the time `loop.due` has come."""
-        policy = self._policy
-        if policy is None:
-            return
-        try:
-            policy.on_stats(self.stats())
-        except Exception as error:
-            if not self._warned:
-                self._warned = True
-                warn(
-                    f"on_stats raised {described(error)}. The loop continues and still calls it "
-                    f"every {policy.every:g} s; later errors are not reported",
-                    "on-stats",
-                )
-        finally:
-            self.loop.due = perf_counter() + policy.every
-
-    def ended(self, *, finished: bool) -> None:
-        """Note that the epoch has returned all its items (`finished`), or returns no more.
-
-        Any thread may call it for an epoch that is left. A finished epoch is reported once more.
-        """
+    def ended(self) -> None:
+        """Note that the epoch has returned all its items, or is left; any thread may call it."""
         if self._tables is not None:
             self._tables.look(self._key)
-        if finished and self.loop.due < math.inf:
-            try:
-                self.due()
-            finally:
-                self.loop.due = math.inf
 
     def end(self) -> None:
         """Stop counting."""

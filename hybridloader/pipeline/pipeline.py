@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from hybridloader._support.states import is_stateful
-from hybridloader._support.text import keywords, whole
+from hybridloader._support.text import flag, keywords, whole
 from hybridloader.devices.pinning import AHEAD, BUFFER_BYTES
 from hybridloader.fetching.collate import WithoutTorch
 from hybridloader.fetching.readers import MapFetch
@@ -59,7 +59,6 @@ from hybridloader.running.operator import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from hybridloader.observe.observation import Observe
     from hybridloader.running.run import Epochs, Run
 
 
@@ -355,7 +354,7 @@ class Pipeline(Chain):
         epoch: int | None = None,
         seed: int | None = None,
         state: Mapping[str, Any] | None = None,
-        observe: bool | Observe = False,
+        observe: bool = False,
     ) -> Run:
         """Run one epoch.
 
@@ -372,8 +371,7 @@ class Pipeline(Chain):
             returned. Backends and other options of placement and speed may differ.
         observe
             True measures the run for `Run.stats`: the time of your loop and of each step, and the
-            bottleneck. An `Observe` also calls your function with the statistics at intervals. See
-            docs/why-is-it-slow.md.
+            bottleneck. See docs/why-is-it-slow.md.
 
         Returns
         -------
@@ -387,13 +385,12 @@ class Pipeline(Chain):
         StateError
             The pipeline can't resume from `state`.
         """
-        from hybridloader.observe.observation import check_observe
         from hybridloader.running.run import Run, executor_of
         from hybridloader.running.state import checked
 
         epoch = None if epoch is None else whole("epoch", epoch, 0)
         seed = None if seed is None else whole("seed", seed)
-        check_observe(observe)
+        flag("observe", observe)
         if state is None:
             executor = executor_of(self, seed, observe=observe, first=epoch or 0)
             return Run(executor, epoch or 0)
@@ -408,7 +405,7 @@ class Pipeline(Chain):
         first: int = 0,
         seed: int | None = None,
         state: Mapping[str, Any] | None = None,
-        observe: bool | Observe = False,
+        observe: bool = False,
     ) -> Epochs:
         """Run several epochs on the same workers: ``for epoch in pipe.epochs(3): for batch in epoch:``.
 

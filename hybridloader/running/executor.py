@@ -39,7 +39,7 @@ from hybridloader.fetching.collate import with_entries
 from hybridloader.fetching.on_error import ErrorBudget, FailureLog
 from hybridloader.fetching.readers import MapFetch, ReadersFetch, WorkFetch
 from hybridloader.fetching.shards import ShardDivision, readers_share_of
-from hybridloader.observe.observation import Observation, Observe
+from hybridloader.observe.observation import Observation
 from hybridloader.observe.tracing import LocalSlices
 from hybridloader.running.flow import (
     InlineItems,
@@ -170,7 +170,7 @@ class Executor(Runner):
     ) -> None:
         self.chain = chain
         self.observation = observation
-        self.observe: bool | Observe = False  # as it was asked for
+        self.observe = False  # as it was asked for
         self.plan = lay_out(
             chain, None if resumed is None else cuts_of(resumed.marks, resumed.heads)
         )

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from hybridloader._support.states import place_dropped
-from hybridloader._support.text import INFO, log, warn, whole
+from hybridloader._support.text import INFO, flag, log, warn, whole
 from hybridloader._support.user_objects import ENDS, is_ours, no_answer, takes_a_place
 from hybridloader.engine.contract import close_once, closed_with, park_at_exit
 from hybridloader.engine.feed import Relay, RelayQueue
@@ -21,7 +21,7 @@ from hybridloader.fetching.on_error import Skipped
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.observe.figures import CoroutineUse, Faults, StageRecord
 from hybridloader.observe.measures import LoopWaits, record_of_caller, record_of_relay
-from hybridloader.observe.observation import Observation, Observe, check_observe, is_observed
+from hybridloader.observe.observation import Observation, is_observed
 from hybridloader.observe.stats import Stats
 from hybridloader.running.executor import Executor, open_run
 from hybridloader.running.flow import Withheld
@@ -33,8 +33,8 @@ from hybridloader.running.state import Position, RunPosition, checked, descripti
 class RunObservation(Observation):
     """Observation of the runs of one executor, over all passes until now. It does not hold it."""
 
-    def __init__(self, observe: bool | Observe, chain: Chain) -> None:
-        super().__init__(observe, "Pipeline", chain)
+    def __init__(self, chain: Chain) -> None:
+        super().__init__("Pipeline", chain)
         self.executor: Callable[[], Executor | None] = lambda: None
         """Weak reference to the executor, once it is made."""
 
@@ -198,9 +198,6 @@ class Run(Iterator[Any]):
                 self._asked = True
                 if loop is not None:
                     began = perf_counter()
-                    if began >= loop.due:
-                        self._observation.due()  # type: ignore[union-attr]
-                        began = perf_counter()
                 try:
                     item = get()
                 except StopIteration as end:
@@ -247,7 +244,7 @@ class Run(Iterator[Any]):
 
     def _note_end(self) -> None:
         if self._observation is not None:
-            self._observation.ended(finished=self._position.finished)
+            self._observation.ended()
 
     def _refuse(self) -> None:
         if isinstance(self._over, StopIteration):
@@ -382,13 +379,13 @@ def executor_of(
     seed: int | None,
     resumed: Position | None = None,
     *,
-    observe: bool | Observe = False,
+    observe: bool = False,
     first: int = 0,
     idle: bool = False,
 ) -> Executor:
     """Make the executor of a run, or of several; it is observed if somebody asks for that."""
     chain = chain.settled()
-    observation = RunObservation(observe, chain) if is_observed(observe) else None
+    observation = RunObservation(chain) if is_observed(observe) else None
     executor = Executor(chain, seed, resumed, first=first, idle=idle, observation=observation)
     executor.observe = observe
     if observation is not None:
@@ -444,14 +441,12 @@ class PipelineLoader:
     ([[4, 6], [8, 10]], [[0, 2], [4, 6], [8, 10]])
     """
 
-    def __init__(
-        self, pipeline: Chain, *, seed: int | None = None, observe: bool | Observe = False
-    ) -> None:
+    def __init__(self, pipeline: Chain, *, seed: int | None = None, observe: bool = False) -> None:
         if not isinstance(pipeline, Chain):
             raise TypeError(
                 f"a PipelineLoader runs a Pipeline, not a {type(pipeline).__qualname__}"
             )
-        check_observe(observe)
+        flag("observe", observe)
         self.pipeline = pipeline
         self.seed = None if seed is None else whole("seed", seed)
         self.observe = observe

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from hybridloader import DataLoader, Observe
 from hybridloader.errors import NotReady, SourceError, StateError, StoreError
 
 LINK = "\nSee: hybridloader explain "
@@ -22,21 +19,3 @@ def test_the_text_ends_with_the_link_and_the_arguments_lack_it() -> None:
 def test_the_link_of_a_quoted_error_is_removed() -> None:
     quoted = SourceError(f"stage 1: {StateError('the state is damaged')}; load another one")
     assert str(quoted) == f"stage 1: the state is damaged; load another one{LINK}sourceerror"
-    with pytest.warns(UserWarning, match="on_stats") as caught:
-        raises_in_on_stats(quoted)
-    (warning,) = caught
-    told = str(warning.message)
-    assert told.startswith(
-        "on_stats raised SourceError: stage 1: the state is damaged; load another"
-    )
-    assert told.endswith(f"{LINK}on-stats")
-    assert told.count(LINK) == 1
-
-
-def raises_in_on_stats(error: Exception) -> None:
-    """Have a loader warn of what a function of the user's has raised."""
-
-    def fail(stats: object) -> None:
-        raise error
-
-    list(DataLoader(range(2), observe=Observe(fail)))  # type: ignore[arg-type]
