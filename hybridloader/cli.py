@@ -144,7 +144,6 @@ def _add_run(commands: Any) -> None:
         ("--on-worker-death", str, "raise|restart", None, absent),
         ("--task-timeout", float, "SECONDS", None, absent),
         ("--seeding", str, "worker|sample|shared", None, absent),
-        ("--shard-remainders", str, "keep|join", None, absent),
         ("--device", str, "DEVICE", None, absent),
         (
             "--trace",

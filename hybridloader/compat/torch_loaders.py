@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support import system
-from hybridloader._support.text import short, warn, warn_once
+from hybridloader._support.text import short, warn_once
 from hybridloader._support.torch_env import when_imported
 from hybridloader._support.user_objects import attribute
 from hybridloader.engine.contract import get_backend
@@ -187,20 +187,14 @@ class Installation:
     def uninstall(self) -> None:
         """Have torch run its loaders again, from the next ``iter`` on.
 
-        Further calls do nothing. Existing iterators continue unchanged.
+        Further calls do nothing. Existing iterators continue unchanged. If other code has replaced the
+        same method of torch since, its replacement stays, and gets torch's loaders again.
         """
         with _place.lock:
             if not self.active:
                 return
             _place.installed = None
-            over = _take_out()
-        if over is not None:
-            warn(
-                f"torch's DataLoader._get_iterator was replaced by {over} after install(). uninstall() "
-                "leaves that in place; if it calls the method that it replaced, it gets torch's loader "
-                "again",
-                "install-replaced",
-            )
+            _take_out()
 
     def iterator(self, loader: Any) -> _BaseDataLoaderIter:
         """Return an iterator over a torch loader: torch's if hybridloader refuses the loader."""
@@ -365,17 +359,14 @@ def _put_in() -> None:
         )
 
 
-def _take_out() -> str | None:
-    """Restore torch's method, under the lock; return the name of a function that replaced ours."""
+def _take_out() -> None:
+    """Restore torch's method, under the lock, unless other code has replaced ours."""
     if _place.torchs is None:
-        return None
+        return
     from torch.utils.data import DataLoader
 
-    there: Any = vars(DataLoader)["_get_iterator"]
-    if there is _get_iterator:
+    if vars(DataLoader)["_get_iterator"] is _get_iterator:
         DataLoader._get_iterator = _place.torchs  # type: ignore[method-assign]
-        return None
-    return None if there is _place.torchs else _name(there)
 
 
 def _get_iterator(self: Any) -> Any:
