@@ -9,7 +9,6 @@ prints, annotates, copies or sends a user's exception, uses the functions here.
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import sys
 import traceback
@@ -19,7 +18,6 @@ from dataclasses import is_dataclass
 from itertools import islice
 from typing import Any, Generic, NamedTuple, NoReturn, TypeGuard, TypeVar
 
-from hybridloader._support.inheritance import reducing_pickler
 from hybridloader.errors import IteratorClosed, StateError, WorkerDied
 
 T = TypeVar("T")
@@ -254,8 +252,7 @@ class Failure:
     Within a process it holds the exception itself. Its pickle holds the exception's type, arguments and
     attributes, and the traceback as text. Some exceptions can't be pickled by their own methods; a
     constructor with several arguments is the common cause. They are rebuilt without a call of the
-    constructor, so they arrive with the same type and ``args``. This applies to each nested exception
-    too, such as the members of a group.
+    constructor, so they arrive with the same type and ``args``.
     """
 
     def __init__(self, exception: BaseException) -> None:
@@ -283,8 +280,7 @@ class Failure:
         return self.traceback or traceback_of(self.exception)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        frozen = _Freezer().freeze(self.exception)
-        return _rebuild_failure, (frozen, id(type(self.exception)), self.text)
+        return _rebuild_failure, (_frozen(self.exception), self.text)
 
 
 def twin(exception: Exception) -> Exception:
@@ -312,67 +308,43 @@ def twin(exception: Exception) -> Exception:
     return other  # type: ignore[no-any-return]
 
 
-class _Freezer:
-    """Pickles exceptions so that they are certain to load again.
+def _frozen(exception: BaseException) -> bytes:
+    """Pickle an exception, or as much of it as is certain to load again."""
+    kind = type(exception)
+    try:
+        whole = _dumps(exception)
+        thawed = pickle.loads(whole)
+        if type(thawed).__qualname__ == kind.__qualname__ and _alike(thawed, exception):
+            return whole
+    except Exception:  # a broken __reduce__, __new__ or __init__ may raise anything
+        pass
+    args = tuple(map(_sendable, exception.args))
+    parts = _Parts(kind, args, {k: _sendable(value) for k, value in exception.__dict__.items()})
+    try:
+        parts.assemble()
+        return _dumps(parts)
+    except Exception:  # it checks its arguments, or can't be pickled itself: the text has its name
+        message = f"{kind.__module__}.{kind.__qualname__}: {text_of(exception)}"
+        return _dumps(_Parts(RuntimeError, (message,), {}))
 
-    Each nested exception (a member of a group, a cause kept in an attribute) is pickled separately. So
-    one that can't be pickled does not change the type of the others.
-    """
 
-    def __init__(self) -> None:
-        self._freezing: list[BaseException] = []
-        self._frozen: dict[int, bytes] = {}
+def _sendable(value: Any) -> Any:
+    try:
+        pickle.loads(_dumps(value))
+    except Exception:  # as above
+        return _safely(repr, value)
+    return value
 
-    def freeze(self, exception: BaseException) -> bytes:
-        frozen = self._frozen.get(id(exception))
-        if frozen is None:
-            self._freezing.append(exception)
-            frozen = self._frozen[id(exception)] = self._freeze(exception)
-            self._freezing.pop()
-        return frozen
 
-    def _freeze(self, exception: BaseException) -> bytes:
-        kind = type(exception)
-        try:
-            whole = self._dumps(exception)
-            thawed = pickle.loads(whole)
-            if type(thawed).__qualname__ == kind.__qualname__ and _alike(thawed, exception):
-                return whole
-        except Exception:  # a broken __reduce__, __new__ or __init__ may raise anything
-            pass
-        args = tuple(map(self._sendable, exception.args))
-        state = {name: self._sendable(value) for name, value in exception.__dict__.items()}
-        try:
-            return self._dumps(_Parts(kind, args, state))
-        except Exception:  # the class itself can't be pickled: the message holds its name
-            message = f"{kind.__module__}.{kind.__qualname__}: {text_of(exception)}"
-            return self._dumps(_Parts(RuntimeError, (message,), {}))
+def _dumps(thing: Any) -> bytes:
+    """Pickle `thing`, classes by reference if possible: an ``except`` must match them."""
+    try:
+        return pickle.dumps(thing)
+    except Exception:  # as above
+        import cloudpickle
 
-    def _sendable(self, value: Any) -> Any:
-        try:
-            pickle.loads(self._dumps(value))
-        except Exception:  # as above
-            return _safely(repr, value)
-        return value
-
-    def _dumps(self, thing: Any, base: Any = pickle.Pickler) -> bytes:
-        """Pickle `thing`, classes by reference if possible: an ``except`` must match them."""
-
-        def reduce(obj: Any) -> Any:
-            if not issubclass(type(obj), BaseException) or any(obj is e for e in self._freezing):
-                return None
-            return _thaw, (self.freeze(obj), id(type(obj)))
-
-        out = io.BytesIO()
-        try:
-            reducing_pickler(base)(out, reduce).dump(thing)
-            return out.getvalue()
-        except Exception:  # as above
-            import cloudpickle
-
-            if base is cloudpickle.Pickler:
-                raise
-            return self._dumps(thing, cloudpickle.Pickler)
+        whole: bytes = cloudpickle.dumps(thing)
+        return whole
 
 
 def _alike(found: BaseException, sent: BaseException) -> bool:
@@ -406,35 +378,14 @@ class _Parts(NamedTuple):
         return exception
 
 
-def _original(received: type[BaseException], address: int) -> type[BaseException]:
-    """Return the class of this process of which `received` is a copy; `received` if there is none.
-
-    A class made in a function is sent by value. The original of a forked worker's class has the same
-    address in this process, and an ``except`` clause in this process names that original.
-    """
-    todo: list[type[BaseException]] = [BaseException]
-    while todo:
-        kind = todo.pop()
-        if id(kind) == address and kind.__name__ == received.__name__:
-            return kind
-        todo.extend(type.__subclasses__(kind))
-    return received
-
-
-def _thaw(frozen: bytes, address: int) -> BaseException:
+def _rebuild_failure(frozen: bytes, text: str) -> Failure:
     try:
         thawed = pickle.loads(frozen)
         exception: BaseException = thawed.assemble() if type(thawed) is _Parts else thawed
-        original = _original(type(exception), address)
-        if original is not type(exception):
-            BaseException.__setattr__(exception, "__class__", original)
     except Exception as error:  # e.g. a class that this process can't import
-        return RuntimeError(f"a worker's exception could not be loaded here: {repr_of(error)}")
-    return exception
-
-
-def _rebuild_failure(frozen: bytes, address: int, text: str) -> Failure:
-    failure = Failure(_thaw(frozen, address))
+        words = f"a worker's exception could not be loaded here: {repr_of(error)}"
+        exception = RuntimeError(words)
+    failure = Failure(exception)
     failure.traceback = text
     return failure
 
