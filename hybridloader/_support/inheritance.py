@@ -143,24 +143,6 @@ def registered(kind: type) -> Reducer | None:
     return None if home in ("multiprocessing", "loky", "torch") else found
 
 
-def reduce_structure(kind: Any) -> Any:
-    """Return the reduction of a ctypes structure or union that can't be imported; None for others.
-
-    A class defined in the main script is one: cloudpickle can't pickle its field descriptors.
-    """
-    ctypes = sys.modules.get("ctypes")
-    if ctypes is None or not isinstance(kind, (type(ctypes.Structure), type(ctypes.Union))):
-        return None
-    if kind.__module__ not in MAIN and found_by_name(kind):
-        return None
-    names = vars(kind)
-    core = {name: names[name] for name in _LAYOUT if name in names}
-    made = {*core, *_OF_EACH, *(field[0] for field in core.get("_fields_", ()))}
-    rest = {name: value for name, value in names.items() if name not in made}
-    # In two steps, because the methods of the class may refer to the class.
-    return _structure, (kind.__name__, kind.__bases__, core), rest, None, None, _complete
-
-
 MAIN = ("__main__", "__mp_main__")
 """Names of the script's module: in the first process, and in one that multiprocessing has spawned."""
 
@@ -171,19 +153,6 @@ def found_by_name(thing: Any) -> bool:
     for name in thing.__qualname__.split("."):
         home = getattr(home, name, None)
     return home is thing
-
-
-_LAYOUT = ("_pack_", "_layout_", "_align_", "_anonymous_", "_fields_", "__module__", "__qualname__")
-_OF_EACH = ("__dict__", "__weakref__")
-
-
-def _structure(name: str, bases: tuple[type, ...], names: dict[str, Any]) -> Any:
-    return types.new_class(name, bases, {}, lambda namespace: namespace.update(names))
-
-
-def _complete(kind: Any, names: dict[str, Any]) -> None:
-    for name, value in names.items():
-        setattr(kind, name, value)
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from hybridloader._support.inheritance import (
     Shared,
     as_if_starting,
     found_by_name,
-    reduce_structure,
     reducer,
     reducing_pickler,
 )
@@ -226,9 +225,7 @@ def _write(
         if number is not None:
             return _inherited, (number,)
         way = reducer(obj) or tensors.way_of(type(obj))
-        if way is not None:
-            return way(obj)
-        return reduce_structure(obj) if isinstance(obj, type) else None
+        return None if way is None else way(obj)
 
     pickler = reducing_pickler(cloudpickle.Pickler)
     while True:

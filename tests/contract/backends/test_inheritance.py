@@ -248,29 +248,3 @@ def test_a_reducer_that_multiprocessing_was_told_of_is_used() -> None:
             assert sorted(ours.recv(3)) == [0, 1, 2]
     finally:
         del reduction.ForkingPickler._extra_reducers[WithReducer]
-
-
-def test_a_structure_of_the_main_script_goes_along() -> None:
-    """One that can't be imported, with a method that names its own class."""
-
-    class Point(ctypes.Structure):
-        _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int))
-
-        def __init__(self, *values: int) -> None:
-            super().__init__(*values)
-
-        def total(self) -> int:
-            return int(self.x + self.y)
-
-    Point.__module__ = "__main__"
-    point = SPAWN.Value(Point, 3, 4)
-
-    def function(value: int) -> int:
-        with point.get_lock():
-            point.x += 1
-        return value + point.get_obj().total()
-
-    function.__module__ = "__main__"
-    pipeline = Pipeline.from_iterable(range(2)).map(function, backend="spawn", num_workers=1)
-    assert list(pipeline) == [8, 10]
-    assert point.x == 5
