@@ -16,7 +16,6 @@ from time import perf_counter
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from hybridloader._support.inheritance import Shared
-from hybridloader._support.text import warn_once
 from hybridloader._support.user_objects import add_note, attribute, described
 from hybridloader.errors import StateError
 
@@ -487,31 +486,3 @@ def has_buffer(dataset: Any) -> bool:
         if step is not None:
             steps += [attribute(step, "ex_iterable"), *(attribute(step, "ex_iterables") or ())]
     return False
-
-
-def warn_of_few_shards(dataset: Any, workers: int, stage: str) -> None:
-    """Warn once if a stream has too few shards for the workers of this rank, or for the ranks."""
-    if not is_stream(dataset):
-        return
-    # Older versions have `n_shards` alone.
-    shards = attribute(dataset, "num_shards", attribute(dataset, "n_shards"))
-    split = attribute(dataset, "_distributed")
-    if not isinstance(shards, int):
-        return
-    if workers > shards:
-        warn_once(
-            f"stage {stage!r}: the dataset has {shards} shards for {workers} workers of this rank, so "
-            f"{workers - shards} of them have nothing to read; use num_workers={shards}, or split the "
-            "data into more shards",
-            "few-shards",
-        )
-    ranks = attribute(split, "world_size", 1)
-    total = attribute(attribute(dataset, "_ex_iterable"), "num_shards", shards)
-    by_shards = attribute(split, "strategy", "auto") == "shards" or total % ranks == 0
-    if ranks > 1 and not by_shards:
-        warn_once(
-            f"stage {stage!r}: {total} shards can't be divided evenly among {ranks} ranks, so each rank "
-            f"reads all of the data and drops the samples of the others; split the data into a multiple "
-            f"of {ranks} shards",
-            "uneven-shards",
-        )

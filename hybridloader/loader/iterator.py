@@ -27,7 +27,7 @@ from torch.utils.data.dataloader import (
     _share_dist_seed,
 )
 
-from hybridloader._support.states import is_stateful, warn_of_few_shards
+from hybridloader._support.states import is_stateful
 from hybridloader._support.store_use import uses
 from hybridloader._support.text import warn_once
 from hybridloader._support.threads import Waits
@@ -461,8 +461,6 @@ class LoaderIterator(_BaseDataLoaderIter):
         separate = not self._backend.in_caller and not self._sends_states
         self._reorder = self._plan.reorder if separate else None
         self._dispatch = self._rule_of_dispatch()
-        if self._plan.iterable:
-            warn_of_few_shards(self._dataset, self._num_workers, "DataLoader")
         if self._pass_start.loads:
             self._dispatch = ResumedDispatch(self._dispatch)
         spec = WorkerSpec(

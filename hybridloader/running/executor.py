@@ -22,7 +22,7 @@ from operator import attrgetter
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hybridloader._support.states import set_epoch, warn_of_few_shards
+from hybridloader._support.states import set_epoch
 from hybridloader._support.text import warn
 from hybridloader._support.torch_env import one_thread_on_this_thread
 from hybridloader._support.user_objects import add_note, has, is_container, no_answer
@@ -305,9 +305,6 @@ class Executor(Runner):
 
     def _spec(self, node: WorkerNode, fetch: Fetch) -> WorkerSpec:
         placement = node.placement
-        if node.reads:
-            source = node.works[0].step().function
-            warn_of_few_shards(source, placement.num_workers, node.name)
         resumed = self.resumed.get(node.path)
         generator = random.Random(f"{self.seed}/workers/{node.path}")
         threads = node.backend.in_process and not node.backend.in_caller
