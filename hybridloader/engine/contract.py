@@ -53,7 +53,7 @@ ends a wait."""
 
 
 class WorkerHandle(ABC):
-    """Handle of one worker, with the members of `multiprocessing.Process`.
+    """Handle of one worker, with the members of `multiprocessing.Process`, but `start` and `close`.
 
     The defaults of all but `is_alive`, `terminate` and `join` are right for workers within this
     process.
@@ -111,20 +111,6 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def join(self, timeout: float | None = None) -> None: ...
-
-    def start(self) -> None:
-        """Raise `AssertionError`: the crew has started it, and a worker starts once."""
-        raise AssertionError(
-            "a loader's worker was started by its loader; it can't be started again"
-        )
-
-    def close(self) -> None:
-        """Do nothing, as the crew frees the worker; raise `ValueError` if it still runs."""
-        if self.is_alive():
-            raise ValueError(
-                "can't close a worker while it is still running; call terminate() and join() first, or "
-                "close its loader's iterator"
-            )
 
 
 class Crew(ABC):
