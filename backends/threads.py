@@ -23,7 +23,6 @@ from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any, ClassVar, cast
 
@@ -188,20 +187,14 @@ class _TaskSharing:
     All workers share a long task: each fetches samples of it in turn, and the one that ends the last
     sample collates. So all threads work on the oldest task first, and samples of several tasks are in
     flight at once. A task that is shorter than the time to wake the threads stays with its worker. The
-    length of the first tasks is unknown, so each worker begins alone, until one of them has a result;
-    or all share them from the first on, if each sample waits for a store.
-
-    A worker whose `init_fn` has seeded generators draws from them in the order of its tasks, so no task
-    of such a crew is shared.
+    length of the first tasks is unknown, so they are shared until one of them has a result.
 
     `mean`, `limit` and `shares` are there for the crew, which notes the seconds of every task by
     `mean` and calls `turn` if ``shares != (mean > limit)``. They are changed without a lock: a lost
     note is no harm. Sharing begins above `_worth` seconds and ends below half of that.
     """
 
-    def __init__(
-        self, workers: int, samples_of: Callable[[Any], Any], *, waits: bool = False
-    ) -> None:
+    def __init__(self, workers: int, samples_of: Callable[[Any], Any]) -> None:
         self._samples_of = samples_of
         self._worth = max(_LEAST, workers * _EACH)
         # All the mutable state:
@@ -210,12 +203,7 @@ class _TaskSharing:
         self.limit = float("inf")  # for `mean`; crossing it changes `shares`
         self._workers: list[Worker] = []
         self._inboxes: list[_Inbox] = []
-        self._known = waits  # the duration of tasks is known
-        self._held: list[SharedTask] = []  # in progress, each by one worker, until shared
         self._measures: deque[Measures] = deque()  # sent with the answer of another worker
-        self._lock = threading.Lock()  # held while the duration is unknown
-        if waits:
-            self.mean, self.limit = self._worth, self._worth / 2
 
     def join(self, worker: Worker, inbox: _Inbox) -> None:
         """Let a worker, which has not started, take part."""
@@ -223,44 +211,30 @@ class _TaskSharing:
         self._inboxes.append(inbox)
 
     def begin(self) -> None:
-        """Note that an epoch begins: tasks of the one before are not shared any more."""
-        with self._lock:
-            self._held, self._measures = [], deque()
+        """Note that an epoch begins: measures of the one before are not sent any more."""
+        self._measures = deque()
+
+    @property
+    def possible(self) -> bool:
+        """False after a failed `init_fn`, whose error answers all tasks of its worker, and if one has
+        seeded generators, from which its worker draws in the order of its tasks."""
+        return not any(worker.broken or worker.draws_in_turn for worker in self._workers)
 
     def send(self, worker: int, task: Task, queued: list[tuple[_Inbox, Any]]) -> bool:
-        """Send a task, now or `queued`; False if it is to go to its worker as ever."""
+        """Queue a task for all workers; False if it is to go to its worker alone."""
         samples = self._samples_of(task.index)
         if type(samples) not in (list, tuple) or len(samples) < 2:
             return False
         shared = SharedTask(worker, task, samples, self._measures)
-        if not self._known:
-            with self._lock:
-                if not self._known:
-                    # Without failed tasks: otherwise a loader whose tasks all fail would keep them.
-                    self._held = [*filter(attrgetter("items"), self._held), shared]
-                    self._inboxes[worker].put(shared)
-                    return True
-        if not self.shares:
-            return False
-        shared.shared = True
         queued += [(inbox, shared) for inbox in self._inboxes]
         return True
 
     def turn(self, seconds: float) -> None:
-        """Note that `mean` has passed `limit`, or that the first task took so many `seconds`."""
-        with self._lock:
-            if not self._known:
-                self.mean = seconds
-                self._decide(self.mean > self._worth)
-                held, self._held = self._held, []
-                if self.shares:
-                    for task in held:
-                        task.shared = True
-                        for inbox in self._inboxes:
-                            inbox.put(task)
-                self._known = True
-            elif self.shares != (self.mean > self.limit):
-                self._decide(not self.shares)
+        """Decide anew: `mean` has passed `limit`, or the first task took so many `seconds`."""
+        if self.limit == float("inf"):
+            self.mean = seconds
+        self.shares = self.mean > (self._worth / 2 if self.shares else self._worth)
+        self.limit = self._worth / 2 if self.shares else self._worth
 
     def at_work(self, worker: int) -> tuple[SharedTask, dict[int, int]] | None:
         """Return the oldest task of `worker` that any worker is fetching, and its samples in flight.
@@ -273,12 +247,6 @@ class _TaskSharing:
             return None
         oldest = min(mine, key=lambda task: task.seq)
         return oldest, oldest.begun.copy()
-
-    def _decide(self, share: bool) -> None:
-        # After a failed `init_fn` all tasks of the worker are errors.
-        never = any(worker.broken or worker.draws_in_turn for worker in self._workers)
-        self.shares = share and not never
-        self.limit = float("inf") if never else self._worth / 2 if share else self._worth
 
 
 class _ThreadCrew(Crew):
@@ -300,9 +268,7 @@ class _ThreadCrew(Crew):
         if worker == 0 and not self._copies and spec.sharable:
             seeding = spec.seeding
             if seeding is None or seeding.kind is not Kind.WORKER:
-                # `init_fn` may seed generators; this is known only after it has run.
-                waits = spec.init_fn is None and spec.fetch.waits
-                self._sharing = _TaskSharing(spec.workers, spec.fetch.samples_of, waits=waits)
+                self._sharing = _TaskSharing(spec.workers, spec.fetch.samples_of)
         if self._sharing is not None:
             self._sharing.join(made, thread.messages)
         self.place(worker, thread)
@@ -313,10 +279,14 @@ class _ThreadCrew(Crew):
                 self.settle()  # before the dataset is copied for the next worker
 
     def settle(self) -> None:
+        if not self._opening:
+            return
         while self._opening:
             opened = self._opening.pop()
             while not opened.wait(SLICE):  # in slices, because on Windows Ctrl-C ends no other wait
                 pass
+        if self._sharing is not None and not self._sharing.possible:
+            self._sharing = None
 
     def send(self, worker: int, message: Message) -> None:
         if type(message) is not Task:

@@ -246,11 +246,6 @@ class Fetch(ABC):
         return index
 
     @property
-    def waits(self) -> bool:
-        """True if each sample waits for a store, so that workers share tasks from the first on."""
-        return False
-
-    @property
     def spreads(self) -> bool:
         """True if several threads of a worker may fetch the samples of a task."""
         return False

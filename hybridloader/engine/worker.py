@@ -256,7 +256,6 @@ class SharedItems:
         self.results: list[Any] = [None] * count
         self.errors: dict[int, BaseException] = {}
         self.seconds: list[float] = []  # seconds of each item
-        self.shared = False  # workers of a crew may process them, too; see `work`
         # One entry fewer than items: the last to end finds it empty.
         self._unfinished = [None] * (count - 1)
 
@@ -266,11 +265,7 @@ class SharedItems:
         context: TaskContext | None,  # checked after every item
         catch: type[BaseException] = Exception,  # errors of items; others are raised immediately
     ) -> bool:
-        """Process items until all have begun; return True if this call has finished the last one.
-
-        It also ends if the items become `shared`: a worker is then asked for them once more.
-        """
-        alone = not self.shared
+        """Process items until all have begun; return True if this call has finished the last one."""
         todo, begun, results, me = self.todo, self.begun, self.results, get_ident()
         since = perf_counter()
         while True:
@@ -293,8 +288,6 @@ class SharedItems:
                 return True
             if context is not None and context.cancelled:
                 return self.stop()
-            if alone and self.shared:
-                return False
 
     def stop(self) -> bool:
         """Begin no more items; return True if none is in flight."""
@@ -334,10 +327,7 @@ class SharedItems:
 
 
 class SharedTask(SharedItems):
-    """Task of one worker, whose samples several workers fetch. A message to each of them.
-
-    Until it is `shared`, it is a message to its worker, which gets it once more when it is.
-    """
+    """Task of one worker, whose samples several workers fetch. A message to each of them."""
 
     def __init__(
         self,

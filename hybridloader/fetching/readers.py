@@ -107,10 +107,6 @@ class MapFetch(Fetch):
             and gatherer(self.dataset, self.collate_fn) is None
         )
 
-    @property
-    def waits(self) -> bool:
-        return attribute(self.dataset, "waits") is True
-
 
 @dataclass(frozen=True)
 class IterableFetch(Fetch):
@@ -772,11 +768,6 @@ class WorkFetch(Fetch):
         """True if its first step makes batches of a dataset's samples."""
         first = self.steps[0].function
         return isinstance(first, MapFetch) and first.divisible
-
-    @property
-    def waits(self) -> bool:
-        first = self.steps[0].function
-        return self.divisible and isinstance(first, MapFetch) and first.waits
 
     def samples_of(self, index: Any) -> Any:
         return index[0] if type(index) is list and len(index) == 1 else None

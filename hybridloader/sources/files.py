@@ -344,11 +344,6 @@ class Files(Shards[Any]):
         labels: list[int] = self._labels.tolist()
         return labels
 
-    @property
-    def waits(self) -> bool:
-        """True for remote files."""
-        return self._is_remote
-
     def read(self, shard: int, number: int) -> Any:
         index = self._firsts[shard] + number
         store, path = self._shard_stores[self._store_of[shard]], self.paths[index]

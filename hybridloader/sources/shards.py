@@ -234,14 +234,6 @@ class Shards(ABC, Generic[T_co]):
         return partial(reader.advance, self)
 
     @property
-    def waits(self) -> bool:
-        """True if each sample waits for a request, so that threads share even the first batch.
-
-        Default: False. Your source, if it is read sample by sample, may define it.
-        """
-        return False
-
-    @property
     def block_sizes(self) -> Ints:
         """Number of samples of each block of consecutive samples that are read best together.
 

@@ -595,11 +595,6 @@ class Tar(Shards[Any]):
             members.append(np.stack([one.offset, one.size, one.header, codes], axis=1))
         self._members = np.concatenate(members)
 
-    @property
-    def waits(self) -> bool:
-        """True for remote archives without a sampler that reads blocks."""
-        return self._is_remote and (self._reader is None or not self._reader.divided)
-
     def read(self, shard: int, number: int) -> Any:
         index = self._firsts[shard] + number
         members = self._members_of(index)

@@ -19,8 +19,7 @@ from support.platforms import posix
 
 from hybridloader import DataLoader, Retry, Skip
 from hybridloader.errors import SourceError, StoreError
-from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Files, Tar
+from hybridloader.sources import Tar
 from hybridloader.sources.store import Stamp, Store
 
 
@@ -37,21 +36,6 @@ def flipped(data: bytes) -> bytes:
 
 def text(number: int) -> bytes:
     return f"text {number} ".encode() * (number % 7 + 1)
-
-
-def test_threads_share_the_first_batch_of_a_remote_archive_without_blocks(
-    store: HttpStore, tmp_path: Path
-) -> None:
-    store.files["/a.tar"] = tar_bytes(sample_members(0, 4))
-    (tmp_path / "a.tar").write_bytes(store.files["/a.tar"])
-    tar, local = Tar(f"{store.url}/a.tar"), Tar(str(tmp_path / "a.tar"))
-    assert tar.waits
-    assert not local.waits
-    assert Files(f"{store.url}/a.tar").waits
-    assert not Files(str(tmp_path)).waits
-    BlockShuffleSampler(tar, seed=0)
-    assert not tar.waits
-    tar.close()
 
 
 def test_members_of_one_key_are_a_sample(tmp_path: Path) -> None:

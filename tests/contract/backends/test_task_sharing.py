@@ -84,8 +84,6 @@ class Waits(Numbers):
     """Each sample of the first batch waits until all four are asked for, and the next three batches wait
     for the first."""
 
-    waits = True
-
     def __init__(self) -> None:
         super().__init__(40)
         self.together, self.gate = threading.Barrier(4), threading.Event()
@@ -99,7 +97,7 @@ class Waits(Numbers):
 
 
 @pytest.mark.parametrize("form", ["loader", "pipeline"])
-def test_the_first_batch_is_shared_if_the_dataset_waits(form: str) -> None:
+def test_the_first_batch_is_shared(form: str) -> None:
     dataset = Waits()
     sampler = [list(range(i, i + 4)) for i in range(0, 40, 4)]
     where: Any = {"num_workers": 4, "backend": "threads"}
