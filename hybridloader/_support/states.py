@@ -30,65 +30,13 @@ def copied(state: Any) -> Any:
     as `copy.deepcopy`. If a part can't be pickled, `copy.deepcopy` makes the copy.
     """
     try:
-        return _Fingerprint(state).copy()
-    except Exception:  # a foreign __reduce__ may raise anything
-        return copy.deepcopy(state)
-
-
-class Latest:
-    """Latest copy of one state that is taken repeatedly.
-
-    If copying is slow, an unchanged state is not copied again. A tensor has changed if its version has:
-    every torch operation that writes to the tensor raises the version. A write through ``.data`` or
-    through a numpy array over the same memory does not; it is found when the cadence is due.
-    """
-
-    def __init__(self) -> None:
-        self._cadence = Cadence()
-        # All the other mutable state:
-        self._fingerprint: _Fingerprint | None = None
-        self._copy: Any = None
-
-    def copy(self, state: Any) -> Any:
-        """Return a copy of `state`, or raise the error of pickling it."""
-        due = self._cadence.due()
-        found = _Fingerprint(state)
-        if due or self._fingerprint is None or not found.is_like(self._fingerprint):
-            self._fingerprint, self._copy = found, found.copy()
-            self._cadence.taken()
-        return self._copy
-
-
-class _Fingerprint:
-    """Pickle of a state; its tensors and its shared objects are kept separately."""
-
-    def __init__(self, state: Any) -> None:
         stream = io.BytesIO()
         pickler = _Pickler(stream)
         pickler.dump(state)
-        self._text, self._beside = stream.getvalue(), pickler.beside
-        self._marks = [
-            _mark_of(thing) if _is_tensor(thing) else id(thing) for thing in self._beside
-        ]
-
-    def copy(self) -> Any:
-        return _Unpickler(io.BytesIO(self._text), self._beside).load()
-
-    def is_like(self, other: _Fingerprint) -> bool:
-        return self._marks == other._marks and self._text == other._text
-
-
-def _mark_of(tensor: Any) -> Any:
-    """Return a value that changes whenever the tensor does.
-
-    While the tensor is held, no other one has the same address.
-    """
-    try:
-        version = tensor._version
-        where = tensor.device, tensor.data_ptr(), tensor.storage_offset()
-    except RuntimeError:  # an inference tensor has no version, a sparse one no place
-        return object()
-    return version, *where, tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad
+        stream.seek(0)
+        return _Unpickler(stream, pickler.beside).load()
+    except Exception:  # a foreign __reduce__ may raise anything
+        return copy.deepcopy(state)
 
 
 def _is_tensor(thing: Any) -> bool:

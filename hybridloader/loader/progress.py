@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
-from hybridloader._support.states import Cadence, Latest
+from hybridloader._support.states import Cadence
 from hybridloader._support.threads import snapshot
 from hybridloader._support.user_objects import place_of
 from hybridloader.engine.dataset_state import ShardStart
@@ -92,11 +91,6 @@ class Progress:
         self._seq = -1
         self._counted = True
         self._last: Last | None = None  # if nothing is counted
-
-    @cached_property
-    def own_dataset(self) -> Latest:
-        """Copy of the state of the caller's dataset."""
-        return Latest()
 
     def resume_workers(self, starts: Sequence[ShardStart]) -> None:
         """Note where each worker begins."""

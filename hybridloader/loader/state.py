@@ -126,7 +126,7 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
     over, iterable, replay = where != WITHIN, progress.iterable, progress.replay
     dataset = None
     if (over or not iterable) and is_stateful(plan.dataset):
-        dataset = taken(plan.dataset, "the dataset", progress.own_dataset.copy)
+        dataset = taken(plan.dataset, "the dataset", copied)
     whole = [] if iterable or over else progress.left
     at = None if over else progress.at
     checkpoint = None

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.manual_clock import Clock
-from support.sampler_loaders import Every
 
-from hybridloader._support import states
 from hybridloader._support.states import FREE, SHARE, Cadence, copied
 
 
@@ -50,29 +48,6 @@ def test_a_copy_shares_nothing_that_can_be_changed() -> None:
     odd = copied({"odd": Unpicklable()})["odd"]
     odd.values.append(3)
     assert odd.values == [1, 2, 3]
-
-
-def test_a_state_that_has_not_changed_is_not_copied_again_while_that_is_dear(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(states, "Cadence", lambda: Every(100))
-    module = torch.nn.BatchNorm1d(3)
-    latest = states.Latest()
-    first = latest.copy(module.state_dict())
-    assert latest.copy(module.state_dict()) is first
-    for change in (
-        lambda: module.train()(torch.randn(4, 3)),
-        lambda: torch.optim.SGD([module.weight], 1.0).step(module.weight.sum().backward),
-        lambda: setattr(module.weight, "data", torch.zeros(3)),
-        lambda: module.load_state_dict(torch.nn.BatchNorm1d(3).state_dict()),
-    ):
-        change()
-        found = latest.copy(module.state_dict())
-        assert found is not first
-        assert all(torch.equal(found[n], value) for n, value in module.state_dict().items())
-        first = found
-    assert latest.copy({"order": [1, 2]}) == {"order": [1, 2]}
-    assert latest.copy({"order": [1, 3]}) == {"order": [1, 3]}
 
 
 def paced(costs: Iterator[float], step: float, steps: int, every: int = 1) -> list[int]:
