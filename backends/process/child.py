@@ -207,7 +207,7 @@ class _WorkerConnection:
                 self._release(lost.returned)
                 self.report(Failed(self._worker, lost.seq, Failure(lost.error)))
                 continue
-            if returned or (self._one_way and self._tasks.segments):
+            if returned or (self._one_way and self._tasks.slots):
                 self._release(returned)
             if self.postmortem is not None and isinstance(message, Task):
                 if self._arrived is None:
@@ -237,7 +237,7 @@ class _WorkerConnection:
     def _release(self, returned: Sequence[int]) -> None:
         """Use slots of results again, which the parent is done with."""
         self.results.release(returned)
-        if self._one_way and self._tasks.segments:
+        if self._one_way and self._tasks.slots:
             self._one_way = False  # from now on both directions share the limit
             self.results.lower(both_ways(self._share)[0])
 

@@ -57,13 +57,13 @@ from hybridloader.memory.packing import pack, reads_the_same_everywhere, unpack
 from hybridloader.memory.segments import Ticket
 from hybridloader.memory.shared_slots import (
     BufferPlace,
-    MappedSegment,
+    MappedSlot,
     Notice,
     SlotMap,
     SlotReader,
     slots_of,
 )
-from hybridloader.memory.slots import OWN, number_of, place_of
+from hybridloader.memory.slots import OWN
 
 # -- Slots between the parent and one worker, both ways, and results of other workers forwarded to it.
 #
@@ -76,17 +76,17 @@ from hybridloader.memory.slots import OWN, number_of, place_of
 # 2. The parent makes one `SlotReference` of that for a result that it forwards. The parent's own use
 #    lasts until B's task is answered (done or failed), so that the result can be sent again if B's
 #    worker dies.
-# 3. Each worker of B that it is sent to uses it, too. That worker knows the slot's segment by its alias,
-#    a negative number that no other segment has, and gets a descriptor along the first time.
+# 3. Each worker of B that it is sent to uses it, too. That worker knows the slot by its alias, a
+#    negative number that no other slot has, and gets a descriptor along the first time.
 # 4. B's worker counts as it does for the parent's own slots: when the last view over the slot has died,
 #    its number goes back with the next event. The parent then ends that use.
 # 5. When a worker of B is gone, so are its uses. The parent's uses for tasks that it had not answered
 #    end when these are sent again and answered, or with the crew.
 # 6. After the last use the number goes back to A's worker. A's worker never hears of B.
-# 7. When A retires a segment, or is closed, every worker of B that knows it gets an order to forget
+# 7. When A retires a slot, or is closed, every worker of B that knows it gets an order to forget
 #    it, with the next result that is forwarded to it. Memory that it still looks at stays mapped.
 #
-# Where a buffer has no slot, a segment no descriptor, or the slots have names, the parent copies all
+# Where a buffer has no slot, a slot no descriptor, or the slots have names, the parent copies all
 # buffers into its own slots for B's worker, or the stream; the header still goes as it is. Only where
 # workers of B would read the header otherwise than the parent does (``__main__``, functions made on the
 # spot, unless both crews are forks) is it loaded here and packed again.
@@ -111,7 +111,7 @@ class SlotChannel:
         self.refusal: str | None = None  # why a large task got no slot, until it is reported
         self.forwarded: dict[int, ProcessResult] = {}  # by task number, until the task is answered
         self.tasks: shared_slots.SlotWriter | None = None  # None before the first large task
-        self.known: dict[int, MappedSegment] = {}  # segments of other workers, by alias
+        self.known: dict[int, MappedSlot] = {}  # slots of other workers, by alias
         # Of the worker, by its number for the slot.
         self.claims: dict[int, list[SlotReference]] = {}
         self._forgotten: deque[int] = deque()  # aliases to be reported to it; any thread appends
@@ -172,8 +172,8 @@ class SlotChannel:
         for references in claims.values():
             for reference in references:
                 reference.release()
-        for segment in list(self.known.values()):
-            segment.listeners.discard(self.forget)
+        for slot in list(self.known.values()):
+            slot.listeners.discard(self.forget)
         self.known.clear()
         if self.tasks is not None:
             self.tasks.close()
@@ -186,7 +186,7 @@ class SlotChannel:
         self.results.close()
 
     def forget(self, alias: int) -> None:
-        """Note that a segment of another worker is gone. May be called from any thread."""
+        """Note that a slot of another worker is gone. May be called from any thread."""
         self._forgotten.append(alias)
         self.known.pop(alias, None)
 
@@ -202,7 +202,7 @@ class SlotChannel:
         returned: list[int],
         header: Any,
         buffers: list[memoryview],
-        news: SlotMap,  # announces and retires segments of other workers, too
+        news: SlotMap,  # announces and retires slots of other workers, too
         fds: Sequence[int],  # those of `news`
     ) -> Encoded:
         """Encode a task with copies of its buffers, in slots as far as there are any."""
@@ -231,13 +231,10 @@ class SlotChannel:
                 forgotten.append(self._forgotten.popleft())
                 self.known.pop(forgotten[-1], None)
             slots = result.slots or self.results  # a placeholder: there is no reference then
-            segments = {slot: slots.segments[place_of(slot)[0]] for slot in references}
-            new, fds = self._introduce(segments.values())
-            names = {  # of the slots, for the worker
-                slot: number_of(segment.alias, place_of(slot)[1])
-                for slot, segment in segments.items()
-                if segment.alias in self.known
-            }
+            mapped = {slot: slots.slots[slot] for slot in references}
+            new, fds = self._introduce(mapped.values())
+            # Of the slots, for the worker.
+            names = {n: slot.alias for n, slot in mapped.items() if slot.alias in self.known}
             news = SlotMap((), tuple(new), tuple(forgotten), None)
             spans = result.spans()
             if None in spans or len(names) < len(references):
@@ -255,25 +252,25 @@ class SlotChannel:
             self.answered(task.seq)
             raise
 
-    def _introduce(self, segments: Iterable[MappedSegment]) -> tuple[list[Notice], list[int]]:
-        """Let the worker know of these segments, where that is possible; give notices of new ones."""
+    def _introduce(self, slots: Iterable[MappedSlot]) -> tuple[list[Notice], list[int]]:
+        """Let the worker know of these slots, where that is possible; give notices of new ones."""
         new: list[Notice] = []
         fds: list[int] = []
-        for segment in segments:
-            alias, kept = segment.alias, segment.kept
+        for slot in slots:
+            alias, kept = slot.alias, slot.kept
             if alias in self.known or kept is None:
                 continue
             if len(new) == shared_slots.MOST_NEW:
                 break
-            # Listener first, then descriptor. The thread that closes the segment uses the reverse
-            # order, so that each worker with this memory is ordered to forget it.
-            segment.listeners.add(self.forget)
+            # Listener first, then descriptor. The thread that closes the slot uses the reverse order,
+            # so that each worker with this memory is ordered to forget it.
+            slot.listeners.add(self.forget)
             fd = kept.duplicate()
             if fd is None:
-                segment.listeners.discard(self.forget)
+                slot.listeners.discard(self.forget)
                 continue
-            self.known[alias] = segment
-            new.append(Notice(alias, segment.capacity, Ticket(segment.mapped().size, None)))
+            self.known[alias] = slot
+            new.append(Notice(alias, Ticket(slot.mapped().size, None)))
             fds.append(fd)
         return new, fds
 

@@ -5,7 +5,7 @@ not sent. The reader returns a slot's number when the last array over that slot 
 Workers send results to their parent this way, and the parent sends large tasks.
 
 No call waits. A buffer without a slot is sent through the stream. A reader that keeps too many slots
-copies the batch and returns the slot at once. A `MappedSegment` has the data that a third process needs
+copies the batch and returns the slot at once. A `MappedSlot` has the data that a third process needs
 to map a slot; another module sends them.
 """
 
@@ -23,10 +23,10 @@ from typing import NamedTuple
 from hybridloader._support import system
 from hybridloader.memory import segments
 from hybridloader.memory.segments import ALIGN, Mapping, Ticket
-from hybridloader.memory.slots import KEPT, OWN, Made, Pool, forks, place_of
+from hybridloader.memory.slots import KEPT, OWN, Pool, forks
 
 MOST_NEW = 48
-"""Number of segments that one batch may announce: one message carries their descriptors, and the
+"""Number of new slots that one batch may announce: one message carries their descriptors, and the
 kernel's limit is 253 (SCM_MAX_FD)."""
 
 
@@ -47,10 +47,9 @@ class BufferPlace(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """Announcement of a new segment, with the data that the reader needs to map it."""
+    """Announcement of a new slot, with the data that the reader needs to map it."""
 
-    segment: int
-    capacity: int  # bytes of each of its slots
+    slot: int  # its number
     ticket: Ticket
 
 
@@ -58,8 +57,8 @@ class SlotMap(NamedTuple):
     """Message from writer to reader: the places of a batch's buffers."""
 
     spans: tuple[BufferPlace | None, ...]  # of each buffer; None: the buffer is in the stream
-    new: tuple[Notice, ...]  # segments that the reader does not know yet
-    retired: tuple[int, ...]  # segments that no longer exist
+    new: tuple[Notice, ...]  # slots that the reader does not know yet
+    retired: tuple[int, ...]  # slots that no longer exist
     refusal: str | None  # reason why a buffer got no slot, if one did not
 
 
@@ -70,10 +69,7 @@ class SlotWriter:
     """
 
     def __init__(self, limit: int) -> None:
-        def make(size: int, number: int) -> Made:
-            return segments.make(size)
-
-        self.pool = Pool(make, limit)
+        self.pool = Pool(lambda size: segments.make(size), limit)
         self.empty, self.lower, self.close = self.pool.empty, self.pool.lower, self.pool.close
 
     def write(self, buffers: Sequence[memoryview]) -> tuple[SlotMap, list[int]]:
@@ -139,13 +135,13 @@ class SlotWriter:
         for i, span in enumerate(where):
             if span is None or span.slot in used:
                 continue
-            segment = pool.segment_of(span.slot)
-            if segment.ticket is not None:
+            slot = pool.slots[span.slot]
+            if slot.ticket is not None:
                 if len(new) == MOST_NEW:
                     where[i] = None
                     continue
-                new.append(Notice(segment.number, segment.capacity, segment.ticket))
-                fds += segment.hand_over()
+                new.append(Notice(slot.number, slot.ticket))
+                fds += slot.hand_over()
             used.add(span.slot)
         for number in used - taken:
             pool.retain(number)  # for the reader; slots in `taken` pass their reference to it
@@ -155,23 +151,20 @@ class SlotWriter:
         return SlotMap(tuple(where), tuple(new), retired, refusal), fds
 
 
-class MappedSegment:
-    """Segment in its reader: consecutive slots of `capacity` bytes.
+class MappedSlot:
+    """Slot in its reader, which counts the slot for the writer.
 
-    `SlotReader` counts the slots for the writer.
-
-    `alias` is the segment's number for processes other than reader and writer. It is below 0 and unique
-    in this process. `listeners` are called with the alias when the segment is gone, from any thread:
-    their processes know the segment, too.
+    `alias` is the slot's number for processes other than reader and writer. It is below 0 and unique in
+    this process. `listeners` are called with the alias when the slot is gone, from any thread: their
+    processes know the slot, too.
     """
 
     def __init__(
         self,
         mapping: Mapping | OSError,  # the memory, or the error why it could not be mapped
         kept: OwnDescriptor | None,  # the descriptor, if it was kept
-        capacity: int,
     ) -> None:
-        self.mapping, self.kept, self.capacity = mapping, kept, capacity
+        self.mapping, self.kept = mapping, kept
         self.alias = next(_aliases)
         self.listeners: set[Callable[[int], None]] = set()
 
@@ -182,7 +175,7 @@ class MappedSegment:
         return self.mapping
 
     def end(self) -> None:
-        """Call all listeners: the segment is gone, or will not be forwarded any more."""
+        """Call all listeners: the slot is gone, or will not be forwarded any more."""
         self.kept = None
         for listener in list(self.listeners):
             listener(self.alias)
@@ -194,14 +187,14 @@ class SlotReader:
 
     A consumer that keeps more than `limit` bytes of slots in use receives copies of its batches. That
     limit is below the writer's, so that the writer always finds a free slot. A reader that `keeps`
-    descriptors of new segments keeps as many as the process allows. It closes each when the first batch
-    over its segment is opened, unless `forwards` is set.
+    descriptors of new slots keeps as many as the process allows. It closes each when the first batch
+    over its slot is opened, unless `forwards` is set.
     """
 
     def __init__(self, limit: int, keeps: bool = False) -> None:
         self.limit, self._keeps = limit, keeps
         # All the mutable state:
-        self.segments: dict[int, MappedSegment] = {}  # by number
+        self.slots: dict[int, MappedSlot] = {}  # by number
         self.overflow: str | None = None  # reason why the last batch was copied
         self.forwards = False  # batches are forwarded to processes that will need descriptors
         self.lent = 0  # bytes of the slots that open batches keep in use
@@ -209,18 +202,18 @@ class SlotReader:
         self._free: list[int] = []  # returned, and not yet reported to the writer
 
     @property
-    def size(self) -> int:  # bytes of all segments that are known
-        mapped = [segment.mapping for segment in list(self.segments.values())]
+    def size(self) -> int:  # bytes of all slots that are known
+        mapped = [slot.mapping for slot in list(self.slots.values())]
         return sum(mapping.size for mapping in mapped if not isinstance(mapping, OSError))
 
     def learn(self, slot_map: SlotMap, fds: list[int]) -> None:
-        """Map new segments of `slot_map`, forget retired ones. Takes ownership of `fds`."""
+        """Map new slots of `slot_map`, forget retired ones. Takes ownership of `fds`."""
         for number in slot_map.retired:
-            gone = self.segments.pop(number, None)
+            gone = self.slots.pop(number, None)
             if gone is not None:
                 gone.end()
-        for number, capacity, ticket in slot_map.new:
-            self.segments[number] = MappedSegment(*self._map(ticket, fds), capacity)
+        for number, ticket in slot_map.new:
+            self.slots[number] = MappedSlot(*self._map(ticket, fds))
 
     def _map(
         self, ticket: Ticket, fds: list[int]
@@ -237,15 +230,15 @@ class SlotReader:
             finally:
                 if kept is None:
                     os.close(fd)
-        except OSError as error:  # raised when a batch over this segment is opened
+        except OSError as error:  # raised when a batch over this slot is opened
             return error, None
 
     def lost(self, slot_map: SlotMap) -> bool:
-        """Return True if a segment of the batch had no name any more when its announcement was read.
+        """Return True if a slot of the batch had no name any more when its announcement was read.
 
-        On Windows a segment is gone with the last process that has it open.
+        On Windows a slot is gone with the last process that has it open.
         """
-        found = (self.segments[place_of(number)[0]].mapping for number in slots_of(slot_map))
+        found = (self.slots[number].mapping for number in slots_of(slot_map))
         return any(isinstance(mapping, FileNotFoundError) for mapping in found)
 
     def buffers(self, slot_map: SlotMap, streamed: Sequence[memoryview]) -> list[memoryview]:
@@ -271,14 +264,12 @@ class SlotReader:
         """Return the slots of a batch that was discarded."""
         for number in slots_of(slot_map):
             if not self.forwards:
-                self.segments[place_of(number)[0]].kept = None
+                self.slots[number].kept = None
             self.hand_back(number)
 
     def view(self, span: BufferPlace) -> memoryview:
         """Return a buffer without a copy. The caller must keep the slot in use in another way."""
-        number, place = place_of(span.slot)
-        segment = self.segments[number]
-        return segment.mapped().lasting_view(place * segment.capacity + span.start, span.size)
+        return self.slots[span.slot].mapped().lasting_view(span.start, span.size)
 
     def hand_back(self, number: int) -> None:
         """Return a slot for one batch. From any thread."""
@@ -292,9 +283,9 @@ class SlotReader:
         return found
 
     def close(self) -> None:
-        """End all segments: the writer is gone. Batches that have arrived can still be opened."""
-        for segment in list(self.segments.values()):
-            segment.end()
+        """End all slots: the writer is gone. Batches that have arrived can still be opened."""
+        for slot in list(self.slots.values()):
+            slot.end()
 
     def _collect(self) -> None:
         returned = self._returned
@@ -304,15 +295,11 @@ class SlotReader:
             self._free.append(slot)
 
     def _lend(self, number: int) -> memoryview:
-        at, place = place_of(number)
-        segment = self.segments[at]
-        size = segment.capacity
-        mapping, start = segment.mapped(), place * size
-        if start + size > mapping.size:
-            raise IndexError(f"a segment of {mapping.size:,} bytes has no slot {place}")
-        array = mapping.view(start, size)
+        slot = self.slots[number]
+        mapping = slot.mapped()
+        array, size = mapping.view(), mapping.size
         if not self.forwards:
-            segment.kept = None
+            slot.kept = None
         self._collect()
         if self.lent + size > self.limit:
             self.overflow = (
@@ -324,7 +311,7 @@ class SlotReader:
             self._returned.append((number, 0))
             return copied
         self.lent += size
-        back = weakref.finalize(array, _hand_in, self._returned, number, segment, forks.latest)
+        back = weakref.finalize(array, _hand_in, self._returned, number, mapping, forks.latest)
         back.atexit = False
         return memoryview(array).cast("B")
 
@@ -334,23 +321,23 @@ def slots_of(slot_map: SlotMap) -> list[int]:
 
 
 def _hand_in(
-    returned: deque[tuple[int, int]], number: int, segment: MappedSegment, before: object
+    returned: deque[tuple[int, int]], number: int, mapping: Mapping, before: object
 ) -> None:
-    """Return a slot whose last view has died; its `segment` lives as long as such a view."""
+    """Return a slot whose last view has died; its `mapping` lives as long as such a view."""
     if forks.latest != before:
         number |= KEPT
-    returned.append((number, segment.capacity))
+    returned.append((number, mapping.size))
 
 
 # -- descriptors of the parent: those that a forked worker must close, and kept ones of segments
 #
-# Each process that maps a segment needs its descriptor once. A parent that opens the results does not
-# need the descriptor again. A parent that forwards them to another stage needs it until each worker
-# there has mapped the segment. The whole process keeps a bounded number of descriptors, so that the
+# Each process that maps a slot needs its descriptor once. A parent that opens the results does not need
+# the descriptor again. A parent that forwards them to another stage needs it until each worker there has
+# mapped the slot. The whole process keeps a bounded number of descriptors, so that the
 # user has most of ``ulimit -n``. A slot without a descriptor is copied, which is slower and equally
 # correct.
 
-MOST = 256  # maximum number of kept descriptors: 256 segments of 38 MB are 10 GB
+MOST = 256  # maximum number of kept descriptors: 256 slots of 38 MB are 10 GB
 _SHARE = 4  # divisor of the descriptors that this process may open
 
 ours: set[int] = set()

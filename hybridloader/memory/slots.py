@@ -19,7 +19,7 @@ import os
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -34,45 +34,28 @@ OWN = 256 * 1024
 takes less than 25 microseconds, and its own slot would cost more."""
 
 IDLE = 64
-"""Number of takes after which a segment is freed, if none of its slots was in use meanwhile."""
+"""Number of takes after which a free slot is given back, if it was not used meanwhile."""
 
-GROWTH = 512
-"""Divisor of the limit: a segment of several slots takes at most 1/512 of it. So a full pool has at most
-1,024 mappings, apart from the first small ones of each size. Linux allows a process 65,530 mappings
-(vm.max_map_count). A mapping for each batch of 36 KB would use them up at 2.4 GB."""
-
-_PLACE_BITS = 24
+MOST = 512
+"""Most slots of a pool. Linux allows a process 65,530 mappings (vm.max_map_count), which batches of
+36 KB that a program keeps would use up at 2.4 GB. Further batches are made in ordinary memory."""
 
 KEPT = 1 << 62
 """Bit in the number of a returned slot that must not be filled again: a forked process may read it."""
 
-
-def number_of(segment: int, place: int) -> int:
-    """Return the number of a slot: the int that identifies it in messages."""
-    return segment << _PLACE_BITS | place
+Made = tuple[Mapping, "Ticket | None", "int | None"]
 
 
-def place_of(number: int) -> tuple[int, int]:
-    """Return the number of a slot's segment, and the slot's place in that segment."""
-    return number >> _PLACE_BITS, number & (1 << _PLACE_BITS) - 1
+class Slot:
+    """One mapping of `capacity` bytes."""
 
-
-class Segment:
-    """Mapping divided into slots of `capacity` bytes."""
-
-    def __init__(self, number: int, capacity: int, slots: int, made: Made) -> None:
+    def __init__(self, number: int, capacity: int, made: Made) -> None:
         self.number, self.capacity = number, capacity
-        self.mapping, self.ticket, fd = made  # no ticket: the reader knows the segment
+        self.mapping, self.ticket, fd = made  # no ticket: the reader knows the slot
         self._fds = [] if fd is None else [fd]
-        self.references = [0] * slots  # of each slot
-        self.free = list(range(slots - 1, -1, -1))  # places; the end was freed last
-        self.kept: set[int] = set()  # places that must not become free again
-        self.lost = 0  # number of `kept` places without references
-        self.last = 0
-
-    @property
-    def unused(self) -> bool:
-        return len(self.free) + self.lost == len(self.references)
+        self.references = 0
+        self.kept = False  # it must not become free again
+        self.freed = 0  # number of takes when it became free
 
     def hand_over(self) -> list[int]:
         """Return the descriptor, if there is one, once; the caller closes it. From any thread."""
@@ -83,7 +66,7 @@ class Segment:
             return []
 
     def close(self) -> None:
-        """Close the descriptor: no other process will map the segment any more."""
+        """Close the descriptor: no other process will map the slot any more."""
         for fd in self.hand_over():
             os.close(fd)
 
@@ -94,38 +77,29 @@ def capacity_for(size: int) -> int:
     return -(-size // step) * step
 
 
-Made = tuple[Mapping, "Ticket | None", "int | None"]
-
-_ByNumber = OrderedDict[int, Segment]  # a plain dict takes ever longer to find its first entry
-
-
 class Pool:
     """Slots of one process, up to `limit` bytes in total.
 
-    Segments contain slots of one size. Each new segment is as large as all earlier ones of that size
-    together, up to a part of the limit. So a worker that reuses a few slots has no more than it needs,
-    and a worker whose batches are kept has few mappings. The time of a call does not depend on the
-    number of slots.
+    The time of a call depends on the number of sizes, and not on the number of slots.
     """
 
     def __init__(
         self,
-        make: Callable[[int, int], Made],  # given size and number of a segment; may raise `OSError`
-        limit: int,  # bytes of all segments
+        make: Callable[[int], Made],  # given the size of a slot; may raise `OSError`
+        limit: int,  # bytes of all slots
     ) -> None:
-        self.make = make
-        self._limit = limit
+        self._make, self._limit = make, limit
         self.taking = threading.Lock()  # for pools of several threads; `empty` takes it
         # All the mutable state:
-        self.segments: dict[int, Segment] = {}  # by number
-        self.size = self.made = 0  # bytes of all segments, and number of segments ever made
-        self.retired: list[int] = []  # freed segments to be announced to the reader
+        self.slots: dict[int, Slot] = {}  # by number
+        self.size = self.made = 0  # bytes of all slots, and number of slots ever made
+        self.retired: list[int] = []  # slots given back, to be announced to the reader
         self.refusal: str | None = None  # reason why the last request got no slot
-        self._starts: list[int] = []  # addresses of the segments, in order
-        self._by_start: list[Segment] = []  # in that order
-        self._slots: Counter[int] = Counter()  # number of slots, by their size
-        self._roomy: dict[int, _ByNumber] = {}  # segments with a free slot, by its size
-        self._unused: _ByNumber = OrderedDict()  # segments without references, oldest first
+        self._starts: list[int] = []  # addresses of the slots, in order
+        self._by_start: list[Slot] = []  # in that order
+        # Free slots by capacity and number, the latest last. A plain dict takes ever longer to find its
+        # first entry.
+        self._free: dict[int, OrderedDict[int, Slot]] = {}
         self._dropped: deque[int] = deque()  # slots to be released once; filled from any thread
         self._takes = 0
 
@@ -138,157 +112,132 @@ class Pool:
             number = self.take(size)
             if number is None:
                 return None
-            segment, buffer = self.segment_of(number), self.view(number, size)
-        weakref.finalize(buffer, _drop, self._dropped, number, segment.mapping).atexit = False
+            mapping, buffer = self.slots[number].mapping, self.view(number, size)
+        weakref.finalize(buffer, _drop, self._dropped, number, mapping).atexit = False
         return buffer
 
     def take(self, size: int) -> int | None:
         """Take a slot of at least `size` bytes, with one reference; None if no slot is available."""
         self._collect()
         self._takes += 1
-        number = None
-        segment = self._with_room(size) or self._new(capacity_for(size))
-        if segment is not None:
-            self._unused.pop(segment.number, None)
-            segment.last = self._takes
-            place = segment.free.pop()
-            segment.references[place] = 1
-            number = number_of(segment.number, place)
-            if not segment.free:
-                del self._roomy[segment.capacity][segment.number]
-        if self._unused and self._takes - self._oldest().last > IDLE:
-            self._retire(self._oldest())
-        return number
+        slot = self._free_one(size) or self._new(capacity_for(size))
+        oldest = self._oldest()
+        if oldest is not None and self._takes - oldest.freed > IDLE:
+            self._retire(oldest)
+        if slot is None:
+            return None
+        slot.references = 1
+        return slot.number
 
     def retain(self, number: int) -> None:
-        segment, place = place_of(number)
-        self.segments[segment].references[place] += 1
+        self.slots[number].references += 1
 
     def release(self, number: int) -> None:
-        found, place = place_of(number & ~KEPT)
-        segment = self.segments.get(found)
-        if segment is None:  # the pool was closed meanwhile
+        slot = self.slots.get(number & ~KEPT)
+        if slot is None:  # the pool was closed meanwhile
             return
-        if number & KEPT:
-            segment.kept.add(place)
-        segment.references[place] -= 1
-        if segment.references[place] == 0:
-            if place in segment.kept:
-                segment.lost += 1
-            else:
-                if not segment.free:
-                    self._roomy.setdefault(segment.capacity, OrderedDict())[found] = segment
-                segment.free.append(place)
-            if segment.unused:
-                self._unused[found] = segment
-                if not segment.free:  # all of it is lost
-                    self._retire(segment)
+        slot.kept = slot.kept or bool(number & KEPT)
+        slot.references -= 1
+        if not slot.references:
+            slot.freed = self._takes
+            self._free.setdefault(slot.capacity, OrderedDict())[slot.number] = slot
+            if slot.kept:
+                self._retire(slot)
 
     def drop(self, number: int) -> None:
         """Release a reference at the next `take`. May be called from any thread."""
         self._dropped.append(number)
 
-    def segment_of(self, number: int) -> Segment:
-        return self.segments[place_of(number)[0]]
-
     def view(self, number: int, size: int | None = None) -> Any:
         """Return the first `size` bytes of a slot, or all. The caller must have a reference to it."""
-        at, place = place_of(number)
-        segment = self.segments[at]
-        start = place * segment.capacity
-        return segment.mapping.view(start, segment.capacity if size is None else size)
+        return self.slots[number].mapping.view(0, size)
 
     def find(self, address: int, size: int) -> tuple[int, int] | None:
         """Return the slot that contains all these bytes, and their start in it; None if none does."""
         before = bisect_right(self._starts, address)
         if not before:
             return None
-        segment = self._by_start[before - 1]
-        place, start = divmod(address - segment.mapping.address, segment.capacity)
-        if place >= len(segment.references) or start + size > segment.capacity:
-            return None
-        return number_of(segment.number, place), start
+        slot = self._by_start[before - 1]
+        start = address - slot.mapping.address
+        return (slot.number, start) if start + size <= slot.capacity else None
 
     def lower(self, limit: int) -> None:
-        """Lower the limit, in bytes; segments in use above it are freed when they become unused."""
+        """Lower the limit, in bytes; slots in use above it are given back when they become free."""
         self._limit = min(self._limit, limit)
 
     def close(self) -> None:
         """Forget all slots, and make no more; the last view of each frees its memory."""
         self._limit = 0
         self._collect()
-        for segment in self.segments.values():
-            segment.close()
-        for kept in (self.segments, self._starts, self._by_start, self._slots, self._roomy):
-            kept.clear()
-        self._unused.clear()
+        for slot in self.slots.values():
+            slot.close()
+        for known in (self.slots, self._starts, self._by_start, self._free):
+            known.clear()
         self.size = 0
 
     def _collect(self) -> None:
         dropped = self._dropped
         while dropped:
             self.release(dropped.popleft())
-        while self.size > self._limit and self._unused:  # the limit was lowered
-            self._retire(self._oldest())
+        self._make_room(0)  # the limit was lowered
 
-    def _with_room(self, size: int) -> Segment | None:
-        """Return a segment with a free slot for `size` bytes, at most twice as large as needed."""
+    def _make_room(self, capacity: int) -> None:
+        """Give free slots back until there is room within the limit, as far as there are any."""
+        while self.size + capacity > self._limit and (oldest := self._oldest()) is not None:
+            self._retire(oldest)
+
+    def _free_one(self, size: int) -> Slot | None:
+        """Take a free slot for `size` bytes, at most twice as large as needed, off the list."""
         capacity = capacity_for(size)
         most = 2 * capacity
         while capacity <= most:
-            if roomy := self._roomy.get(capacity):
-                return next(reversed(roomy.values()))
+            if free := self._free.get(capacity):
+                return free.popitem()[1]
             capacity = capacity_for(capacity + 1)
         return None
 
-    def _new(self, capacity: int) -> Segment | None:
-        in_use = self.size - sum(unused.mapping.size for unused in self._unused.values())
-        room = self._limit - in_use
-        if capacity > room:
+    def _new(self, capacity: int) -> Slot | None:
+        free = sum(each * len(free) for each, free in self._free.items())
+        in_use = self.size - free
+        if in_use + capacity > self._limit:
             self.refusal = (
                 f"slots of {in_use:,} bytes are in use and {capacity:,} more would pass the "
                 f"limit of {self._limit:,} bytes"
             )
             return None
-        count = max(1, min(self._slots[capacity], min(room, self._limit // GROWTH) // capacity))
-        while self.size + count * capacity > self._limit:
-            self._retire(self._oldest())
+        self._make_room(capacity)
+        if len(self.slots) >= MOST:
+            oldest = self._oldest()
+            if oldest is None:
+                return None
+            self._retire(oldest)
         try:
-            segment = self._make_segment(capacity, count)
+            slot = Slot(self.made, capacity, self._make(capacity))
         except OSError as error:
             self.refusal = f"there is no memory for a slot of {capacity:,} bytes ({error})"
             return None
         self.made += 1
-        self.size += segment.mapping.size
-        self.segments[segment.number] = segment
-        at = bisect_right(self._starts, segment.mapping.address)
-        self._starts.insert(at, segment.mapping.address)
-        self._by_start.insert(at, segment)
-        self._slots[capacity] += len(segment.references)
-        self._roomy.setdefault(capacity, OrderedDict())[segment.number] = segment
-        return segment
+        self.size += capacity
+        self.slots[slot.number] = slot
+        at = bisect_right(self._starts, slot.mapping.address)
+        self._starts.insert(at, slot.mapping.address)
+        self._by_start.insert(at, slot)
+        return slot
 
-    def _make_segment(self, capacity: int, count: int) -> Segment:
-        try:
-            return Segment(self.made, capacity, count, self.make(count * capacity, self.made))
-        except OSError:
-            if count == 1:
-                raise
-        return self._make_segment(capacity, 1)  # a full /dev/shm may have room for one more
+    def _oldest(self) -> Slot | None:
+        """Return the slot that has been free for longest."""
+        first = [next(iter(free.values())) for free in self._free.values() if free]
+        return min(first, key=lambda slot: slot.freed, default=None)
 
-    def _oldest(self) -> Segment:
-        return self._unused[next(iter(self._unused))]
-
-    def _retire(self, segment: Segment) -> None:
-        del self._unused[segment.number], self.segments[segment.number]
-        self._roomy[segment.capacity].pop(segment.number, None)
-        at = bisect_left(self._starts, segment.mapping.address)
+    def _retire(self, slot: Slot) -> None:
+        """Give back a free slot."""
+        del self.slots[slot.number], self._free[slot.capacity][slot.number]
+        at = bisect_left(self._starts, slot.mapping.address)
         del self._starts[at], self._by_start[at]
-        self._slots[segment.capacity] -= len(segment.references)
-        self.size -= segment.mapping.size
-        if segment.ticket is None:  # the reader knows the segment
-            self.retired.append(segment.number)
-        segment.close()
+        self.size -= slot.capacity
+        if slot.ticket is None:  # the reader knows the slot
+            self.retired.append(slot.number)
+        slot.close()
 
 
 def _drop(dropped: deque[int], number: int, mapping: Mapping) -> None:
@@ -331,7 +280,7 @@ class PrivateSlots:
                 self.pool.taking.release()
 
 
-def _make_private(size: int, number: int) -> Made:
+def _make_private(size: int) -> Made:
     return segments.make_private(size), None, None
 
 

@@ -134,7 +134,7 @@ def test_what_the_consumer_keeps_past_its_limit_is_copied_out_and_the_slot_comes
         assert {*bytes(buffer)} == {k}
         buffer[0] = 99  # writable, all of them
     del kept, buffer
-    assert len(pair.numbers) == 4
+    assert len(pair.numbers) == 3
     pair.pass_on(bytes(400_000))
     assert len(pair.reader.returned()) == 1
     assert pair.reader.lent == 0
@@ -156,32 +156,18 @@ def test_a_limit_that_was_lowered_is_kept_to_as_slots_become_free() -> None:
 
 
 @posix  # descriptors
-def test_slots_cost_no_descriptors_and_few_mappings_however_many_are_kept() -> None:
-    pair, before = Pair(), descriptors()
-    kept = [pair.pass_on(bytes([k]) * 40_000)[1] for k in range(200)]
-    assert 200 <= len(pair.numbers) < 400
-    assert len(pair.reader.segments) < 12
-    assert descriptors() == before
-    assert all(buffer[0][-1] == k for k, buffer in enumerate(kept))
-
-
-def test_where_there_is_no_memory_for_several_slots_there_may_be_for_one(
+def test_slots_cost_no_descriptors_and_few_mappings_however_many_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    make = segments.make
-
-    def make_small(size: int) -> Any:
-        if size > 50_000:
-            raise OSError(28, "No space left on device")
-        return make(size)
-
-    monkeypatch.setattr(segments, "make", make_small)
-    pair = Pair()
-    kept = [pair.pass_on(bytes([k]) * 40_000) for k in range(8)]
-    assert [slots_of(slot_map) for slot_map, _ in kept] == [
-        [slots.number_of(k, 0)] for k in range(8)
-    ]
-    assert [slot_map.refusal for slot_map, _ in kept] == [None] * 8
+    monkeypatch.setattr(slots, "MOST", 20)
+    pair, before = Pair(), descriptors()
+    kept = [pair.pass_on(bytes([k]) * 40_000) for k in range(200)]
+    assert len(pair.numbers) == len(pair.reader.slots) == 20
+    assert descriptors() == before
+    assert all(buffer[-1] == k for k, (_, (buffer,)) in enumerate(kept))
+    assert not any(slot_map.refusal for slot_map, _ in kept)
+    kept.clear()
+    assert slots_of(pair.pass_on(bytes(90_000))[0]) == [20]
 
 
 def test_slots_of_sizes_no_longer_used_are_given_back_on_both_sides() -> None:
@@ -193,7 +179,7 @@ def test_slots_of_sizes_no_longer_used_are_given_back_on_both_sides() -> None:
         assert pair.both_know_the_same
     assert len(pair.numbers) <= 3
     assert pair.writer.pool.size == sum(
-        segment.mapping.size for segment in pair.writer.pool.segments.values()
+        slot.mapping.size for slot in pair.writer.pool.slots.values()
     )
 
 
@@ -260,8 +246,8 @@ class Arrays(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._before = shared_slots.OWN, slots.IDLE, shared_slots.MOST_NEW, slots.GROWTH
-        shared_slots.OWN, slots.IDLE, shared_slots.MOST_NEW, slots.GROWTH = 16_000, 5, 3, 4
+        self._before = shared_slots.OWN, slots.IDLE, shared_slots.MOST_NEW
+        shared_slots.OWN, slots.IDLE, shared_slots.MOST_NEW = 16_000, 5, 3
         self.pair = Pair(limit=400_000, hold=150_000)
         self.count = 0
         self.held: dict[int, tuple[Any, int]] = {}
@@ -334,14 +320,11 @@ class Arrays(RuleBasedStateMachine):
     @invariant()
     def the_sums_are_right(self) -> None:
         pool = self.pair.writer.pool
-        sizes = [segment.mapping.size for segment in pool.segments.values()]
+        sizes = [slot.mapping.size for slot in pool.slots.values()]
         assert pool.size == sum(sizes) <= 400_000
-        for number, segment in pool.segments.items():
-            idle = [place for place, references in enumerate(segment.references) if not references]
-            assert sorted(segment.free) == idle
-            roomy = pool._roomy.get(segment.capacity, {})
-            assert (number in roomy) == bool(segment.free)
-            assert (number in pool._unused) == segment.unused
+        assert {*pool._by_start} == {*pool.slots.values()}
+        for number, slot in pool.slots.items():
+            assert (number in pool._free.get(slot.capacity, {})) == (not slot.references)
         assert self.pair.reader.lent >= 0
 
     def teardown(self) -> None:
@@ -352,11 +335,11 @@ class Arrays(RuleBasedStateMachine):
             self.pair.send()
             pool = self.pair.writer.pool
             pool._collect()
-            assert set(pool._unused) == set(pool.segments)  # none is lost
+            assert not any(slot.references for slot in pool.slots.values())  # none is lost
             assert self.pair.reader.lent == 0
         finally:
             self.pair.writer.close()
-            shared_slots.OWN, slots.IDLE, shared_slots.MOST_NEW, slots.GROWTH = self._before
+            shared_slots.OWN, slots.IDLE, shared_slots.MOST_NEW = self._before
 
 
 TestArrays = Arrays.TestCase

@@ -92,7 +92,7 @@ def slots_keep_what_is_in_use() -> None:
     assert slots.empty(1) is not None  # it counts what was dropped
     merge_references()
     slots.pool._collect()
-    assert all(segment.unused for segment in slots.pool.segments.values())
+    assert not any(slot.references for slot in slots.pool.slots.values())
     slots.close()
 
 

@@ -63,20 +63,16 @@ class Pair:
     @property
     def both_know_the_same(self) -> bool:
         """True if the parent has mapped all that the worker has, and nothing else."""
-        return set(self.reader.segments) == set(self.writer.pool.segments)
+        return set(self.reader.slots) == set(self.writer.pool.slots)
 
 
 def slots_in(pool: slots.Pool, *, free: bool = False) -> set[int]:
     """The numbers of all slots, or of those that nobody holds."""
-    return {
-        slots.number_of(number, place)
-        for number, segment in pool.segments.items()
-        for place in (segment.free if free else range(len(segment.references)))
-    }
+    return {number for number, slot in pool.slots.items() if not (free and slot.references)}
 
 
-FIRST, SECOND = slots.number_of(0, 0), slots.number_of(1, 0)
-"""Numbers of the first slots of a size: each is a segment of its own."""
+FIRST, SECOND = 0, 1
+"""Numbers of the first slots."""
 
 
 def slots_of(slot_map: SlotMap) -> list[int]:
