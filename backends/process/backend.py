@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-import threading
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hybridloader._support import system
-from hybridloader._support.text import first_few, warn, warn_once
+from hybridloader._support.text import warn_once
 from hybridloader._support.torch_env import device_in_use
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.crew import ProcessCrew
@@ -25,16 +24,7 @@ from hybridloader.engine.contract import Backend, Crew
 from hybridloader.errors import BackendUnavailable, ForkUnsafe
 from hybridloader.memory.limits import DEFAULT_MEMORY, Memory
 
-_OURS = "hybridloader"
-"""Prefix of the names of this package's threads; a pipeline forks before it starts them."""
-
-_REMADE = "QueueFeederThread"
-"""Threads of the queues of multiprocessing, for example of torch's loader: a fork renews their
-locks."""
-
 _METHODS = ("fork", "spawn", "forkserver", "loky")
-
-_warned = threading.Event()
 
 
 class ProcessBackend(Backend):
@@ -75,8 +65,6 @@ class ProcessBackend(Backend):
         elif method != "loky" and method not in multiprocessing.get_all_start_methods():
             raise BackendUnavailable(f"this platform has no start method {method!r}; use 'loky'")
         check_children_allowed(self.name, method)
-        if method == "fork":
-            check_threads(self.name)
 
     def open(self) -> Crew:
         method = self._method()
@@ -259,33 +247,6 @@ def method_for_workers() -> str:
     """Return multiprocessing's start method, or ``"loky"`` where a fork would harm a library in use."""
     method = multiprocessing.get_start_method()
     return "loky" if method == "fork" and fork_hazard() is not None else method
-
-
-def check_threads(name: str) -> None:
-    """Warn, once per process, when other threads run that a fork could copy a locked lock from.
-
-    hybridloader's threads do not count, nor does the main thread while it waits for one of them. Python
-    3.12 and later warn of any thread at every fork, by a DeprecationWarning that is hidden unless asked
-    for.
-    """
-    current = threading.current_thread()
-    others = [
-        thread.name
-        for thread in threading.enumerate()
-        if thread is not current and not thread.name.startswith((_OURS, _REMADE))
-    ]
-    if current.name.startswith(_OURS):
-        others = [name for name in others if name != threading.main_thread().name]
-    if not others or _warned.is_set():
-        return
-    _warned.set()
-    warn(
-        f"backend {name!r} forks this process while other threads run in it ({first_few(others)}). A "
-        "lock that one of them holds at that moment stays locked in the worker forever. If "
-        "workers hang, use backend='spawn' or SharedMemory(start_method='loky'), or make the iterator "
-        "before these threads start (and keep its workers: persistent_workers=True)",
-        "fork-with-threads",
-    )
 
 
 def _starter(method: str, *, preload: bool, runs_script: bool) -> Starter:

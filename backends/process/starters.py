@@ -16,10 +16,9 @@ import signal
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import spawn
 from typing import Any, ClassVar, NamedTuple
 
@@ -417,14 +416,6 @@ def _forked() -> None:
     dying.clear()
     for handle in list(_started):
         handle.disown()
-    _hiding.stack.close()
-
-
-class _Hiding(threading.local):
-    stack = ExitStack()  # also undone in a fork, as a worker has its parent's warning filters
-
-
-_hiding = _Hiding()
 
 
 system.at_fork(after_in_child=_forked)
@@ -445,7 +436,7 @@ def join_all(handles: Sequence[ProcessHandle], deadline: float) -> None:  # by `
 def starting(method: str) -> Iterator[None]:
     """Start one process within the block, by start method `method`, and note it in the same block."""
     held_back, flushed = _signals_held_back(method), _streams_to_flush(method)
-    with reaping, held_back, flushed, _warned_by_us(method), forks.of_ours():
+    with reaping, held_back, flushed, forks.of_ours():
         yield
 
 
@@ -492,25 +483,6 @@ def _signals_held_back(method: str) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_PYTHON_WARNS = sys.version_info >= (3, 12)
-"""True if Python itself warns of a fork beside other threads."""
-
-
-@contextmanager
-def _warned_by_us(method: str) -> Iterator[None]:
-    """Leave out the warning of Python 3.12 that a fork beside other threads may hang.
-
-    Ours (`Fork.check`) names these threads, and not those that a fork can do without.
-    """
-    if method != "fork" or not _PYTHON_WARNS:
-        yield
-        return
-    with ExitStack() as _hiding.stack:
-        _hiding.stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        yield
 
 
 @contextmanager

@@ -99,16 +99,6 @@ def test_pipelines_and_installed_loaders_too(running: Running) -> None:
         list(TorchLoader(PIDS, 2, num_workers=1))
 
 
-@pytest.mark.parametrize("running", ["zarr"], indirect=True)
-@pytest.mark.filterwarnings("ignore:.*forks this process while other threads")
-def test_a_version_that_survives_forks_is_no_hazard(running: Running) -> None:
-    running.module.__version__ = "3.0.3"
-    Fork().check()
-    running.module.__version__ = "3.0.2.dev1"
-    with pytest.raises(BackendUnavailable, match="zarr"):
-        Fork().check()
-
-
 class Engine:
     """Autograd engine of torch that notes who uses it."""
 

@@ -383,9 +383,7 @@ if __name__ == "__main__":
     now = next_trial(Path(sys.argv[1]))
     if now is not None:
         trial, folder = now
-        # A loader that is used from a thread forks beside the main thread, which is warned of.
-        warnings.filterwarnings("ignore", ".* forks this process while other threads")
-        # From 3.12 on Python warns of each fork of a program's own, too; ...
+        # From 3.12 on Python warns of each fork beside other threads; ...
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         # ... and from 3.13.4 on such a fork waits, at its end, for the tracker that its parent started.
         os.register_at_fork(after_in_child=forget_trackers)

@@ -15,7 +15,7 @@ from torch.utils.data._utils import collate as torchs
 
 from hybridloader.fetching.collate import teach_torch
 from hybridloader.memory.slots import PrivateSlots, set_slots
-from support import once, process_backends
+from support import once
 from support.containers import shared_buffer
 from support.http_store import HttpStore
 from support.plain_datasets import PLAIN
@@ -26,9 +26,9 @@ from support.sampler_loaders import pace
 @pytest.fixture
 def unwarned() -> Iterator[None]:
     """No warning that comes once per process has come."""
-    process_backends.forget_warnings()
+    once.forget_warnings()
     yield
-    process_backends.forget_warnings()
+    once.forget_warnings()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Fallbacks and warnings where processes are a risk: daemonic processes, forks beside other threads.
+"""Fallbacks where processes are a risk: threads in daemonic processes.
 
 And what a left-out `backend` is: it starts workers as multiprocessing would, from Python 3.14 on
 without a fork.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
-import warnings
 from typing import Any, ClassVar
 
 import pytest
@@ -87,65 +85,6 @@ def test_what_serves_there_or_is_not_known_stays() -> None:
         assert processes_of(backend) == {os.getpid()}
     with pytest.raises(LookupError, match="opened"):
         processes_of(Elsewhere())
-
-
-# -- forks beside threads --------------------------------------------------------------------------
-
-
-class Running:
-    """A thread with a name; a context manager that ends it."""
-
-    def __init__(self, name: str) -> None:
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._end.wait, name=name)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-
-def forking_loader(backend: Any) -> Any:
-    data: Any = range(3)
-    return DataLoader(data, num_workers=1, collate_fn=list, backend=backend)
-
-
-FORKS = [pytest.param(Fork(), id="fork"), pytest.param(SharedMemory("fork"), id="shared-memory")]
-
-
-@needs_fork
-@pytest.mark.parametrize("backend", FORKS)
-def test_a_fork_beside_other_threads_is_warned_of_once(backend: Any) -> None:
-    pipe = Pipeline.from_dataset(range(3), backend=backend, num_workers=1)
-    loader = forking_loader(backend)
-    with Running("the user's reader"), pytest.warns(UserWarning, match="threads") as caught:
-        found = [list(loader), list(pipe), list(loader), list(pipe)]
-    assert found == [[[0], [1], [2]], [0, 1, 2]] * 2
-    (warning,) = caught
-    for part in (backend.name, "the user's reader", "spawn", "before these threads start"):
-        assert part in str(warning.message)
-    assert warning.filename == __file__
-
-
-@needs_fork
-def test_our_own_threads_are_not_warned_of() -> None:
-    with warnings.catch_warnings(), Running("hybridloader-map-0"):
-        warnings.simplefilter("error")
-        Fork().check()
-
-
-@pytest.mark.parametrize(
-    "backend",
-    ["threads", "spawn", SharedMemory("loky"), None],
-    ids=["threads", "spawn", "by loky", "the default"],
-)
-def test_what_does_not_fork_and_the_default_warn_of_no_thread(backend: Any) -> None:
-    with warnings.catch_warnings(), Running("the user's reader"):
-        warnings.simplefilter("error")
-        with iter(forking_loader(backend)):
-            pass
 
 
 # -- a left-out backend ----------------------------------------------------------------------------
