@@ -7,9 +7,7 @@ fork would lose, so that a forked worker which uses it hangs or fails.
 
 from __future__ import annotations
 
-import gc
 import os
-import re
 import stat
 import sys
 import threading
@@ -75,24 +73,10 @@ def refusal(before: Collection[int]) -> str:  # as for `open_files`
         return f"has started threads ({first_few(names)}), which would be missing after a fork"
     files = open_files(before)
     if files:
-        _forget_archives()
-        files = open_files(before)
-    if files:
         return (
             f"has opened {first_few(files)}, and after a fork all workers would share its position"
         )
     return ""
-
-
-def _forget_archives() -> None:
-    """Close the archives of `sys.path`, such as a zipapp, that `importlib.metadata` keeps open.
-
-    It has no public function for that before Python 3.12.
-    """
-    for name in ("importlib.metadata", "importlib_metadata"):
-        with suppress(KeyError, AttributeError):
-            sys.modules[name].FastPath.__new__.cache_clear()
-    gc.collect()  # each archive is part of a reference cycle
 
 
 def other_threads() -> list[str]:
@@ -140,7 +124,6 @@ class Hazard(NamedTuple):
     threads: str  # prefix of the names of its threads
     reason: str  # reason, as a predicate of the library
     source: str  # address of its authors' statement
-    mended: tuple[int, ...] = ()  # first version that survives a fork; empty: none
 
     @property
     def runs(self) -> str:
@@ -172,24 +155,11 @@ HAZARDS = (
         "runs an event loop on a thread, which a fork does not copy, so its file systems fail or hang",
         "https://github.com/fsspec/filesystem_spec/issues/835",
     ),
-    Hazard(
-        "zarr",  # 3.0.2
-        "zarr_io",
-        "runs an event loop on a thread, which a fork does not copy",
-        "https://github.com/zarr-developers/zarr-python/pull/2815",
-        (3, 0, 3),
-    ),
-    Hazard(
-        "pyarrow",  # 26.0.1 survived; the authors of its C++ library do not support forks
-        "AwsEventLoop",
-        "runs threads of AWS's library for S3, which a fork does not copy",
-        "https://github.com/awslabs/aws-crt-python/pull/628",
-    ),
 )
 """Table of the libraries that do not survive a fork, with the observation and the tested version.
 
 A library counts when it is imported and its threads run: before that, a fork loses no state of it. The
-table leaves out libraries that renew their threads in a fork. These are zarr since 3.0.3, and pyarrow's
+table leaves out libraries that renew their threads in a fork, such as zarr since 3.0.3, and pyarrow's
 own pools: all of 496 forks beside a busy scan continued to read. Only a pyarrow reader that is open
 during the fork hangs, and no thread shows that.
 """
@@ -204,12 +174,6 @@ def fork_hazard() -> Hazard | None:
     if tells_threads():
         names.update(other_threads())
     for hazard in imported:
-        if any(name.startswith(hazard.threads) for name in names) and not _is_mended(hazard):
+        if any(name.startswith(hazard.threads) for name in names):
             return hazard
     return None
-
-
-def _is_mended(hazard: Hazard) -> bool:
-    found = str(getattr(sys.modules[hazard.library], "__version__", ""))
-    version = tuple(map(int, re.findall(r"\d+", found)[:3]))
-    return bool(hazard.mended) and version >= hazard.mended

@@ -16,7 +16,7 @@ from support.failing_datasets import Samples
 from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
-from hybridloader import DataLoader, Fork, Pipeline, SharedMemory
+from hybridloader import DataLoader, Pipeline, SharedMemory
 from hybridloader.errors import BackendUnavailable
 
 pytestmark = [
@@ -30,7 +30,6 @@ THREADS = {
     "lance": "lance",
     "av": "av:",
     "fsspec": "fsspecIO",
-    "zarr": "zarr_io",
 }
 """Libraries, with how the names of their threads begin."""
 
@@ -43,7 +42,6 @@ class Running:
     def __init__(self, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.library = library
         self.module: Any = ModuleType(library)
-        self.module.__version__ = "3.0.2"
         monkeypatch.setitem(sys.modules, library, self.module)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.ended.wait, name=f"{THREADS[library]}0")
