@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridloader._support import system, text
-from hybridloader.backends.process.first_step import RAISED, open_record, record_end
+from hybridloader._support.user_objects import described, traceback_of
 from hybridloader.engine.messages import TaskContext
 from hybridloader.memory.limits import memory_cgroups, number_in, text_of, whole_number
 from hybridloader.memory.segments import nameless_file
@@ -45,6 +45,9 @@ current task, and the sample within it (both -1: none, or unknown)."""
 _BY_EVENT = -1  # in place of a signal: `system.request` requests the dump
 
 _TEXT = 64  # offset of faulthandler's text, in bytes
+
+_RAISED = "\nEnded by: "
+"""Beginning of the text about an exception that ended the worker: the exception, and its traceback."""
 
 _READ = 256 * 1024
 """Most bytes of text that are read: faulthandler stops after 100 threads of 100 frames each."""
@@ -105,7 +108,7 @@ class PostmortemRecord:
                 path = os.path.join(
                     tempfile.gettempdir(), f"hl-{os.getpid()}-{secrets.token_hex(8)}"
                 )
-                fd = open_record(path, os.O_CREAT | os.O_EXCL)
+                fd = _open(path, os.O_CREAT | os.O_EXCL)
             else:
                 fd = nameless_file()
             # This write allocates the page, so that the worker's stores can't fail for lack of memory.
@@ -190,7 +193,7 @@ class PostmortemRecord:
         if self.fd < 0:
             return "", ""
         text = self._text(max(_TEXT, os.fstat(self.fd).st_size - _READ))
-        _, raised, ending = text.rpartition(RAISED)
+        _, raised, ending = text.rpartition(_RAISED)
         if raised:
             exception, _, trace = ending.partition("\n")
             return exception, trace[-MOST:]
@@ -239,8 +242,9 @@ class PostmortemRecord:
                 since = now
 
 
-def _state(status: Mapping[str, str] | None) -> str:
-    return "" if status is None else status.get("State", "")[:1]
+def _open(path: str, flags: int = os.O_APPEND) -> int:
+    """Open the file of a record by its path. By default, each write appends to it."""
+    return os.open(path, os.O_RDWR | system.BINARY | system.TEMPORARY | flags)
 
 
 def _event(pid: int) -> str:
@@ -310,7 +314,7 @@ class PostmortemWriter:
         """Take over a descriptor, or open a path; None if it can't be used, and then the worker does
         without."""
         try:
-            fd = open_record(record) if isinstance(record, str) else record
+            fd = _open(record) if isinstance(record, str) else record
         except OSError:
             return None
         try:
@@ -322,8 +326,12 @@ class PostmortemWriter:
 
     def ended_by(self, error: BaseException) -> None:
         """Record an exception that is about to end the process, unless this is a fork of it."""
-        if os.getpid() == self._cells[_PID].value:
-            record_end(self.fd, error)
+        if os.getpid() != self._cells[_PID].value:
+            return
+        line, _, _ = described(error).partition("\n")
+        text = f"{_RAISED}{line}\n{traceback_of(error)}"
+        with suppress(OSError):  # no room
+            os.write(self.fd, text.encode("utf-8", "backslashreplace"))
 
     def context(self) -> PostmortemContext:
         return PostmortemContext(self._cells[_AT])

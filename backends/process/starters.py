@@ -24,7 +24,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from hybridloader._support import system
 from hybridloader.backends.process.child import LEFT_TO_PARENT, FirstFrame, main
-from hybridloader.backends.process.first_step import FirstStep
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.postmortem import PostmortemRecord
 from hybridloader.backends.process.transports import PipeTransport, SocketTransport
@@ -111,7 +110,7 @@ class Starter:
     def _launch(self, start: WorkerStart, connection: Any) -> None:
         """Start a worker at this end of its connection, which the caller closes."""
         process = self._context.Process(
-            target=main if self.forks else FirstStep(main, connection, start.recorded),
+            target=main,
             args=(
                 start.worker,
                 self.transport.endpoint,

@@ -37,7 +37,6 @@ from hybridloader._support.torch_env import one_thread_in_this_process
 from hybridloader._support.user_objects import show
 from hybridloader.backends.process import fork_safety, starters
 from hybridloader.backends.process.child import FirstFrame, leave_signals, main
-from hybridloader.backends.process.first_step import FirstStep
 from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.postmortem import PostmortemRecord, PostmortemWriter
 from hybridloader.backends.process.starters import (
@@ -400,7 +399,7 @@ class ZygoteStarter(Starter):
         recorded = record is not None
         first = FirstFrame(recorded, inherited=shipment.inherited, script=self._script)
         process = self._context.Process(
-            target=FirstStep(serve, theirs, recorded),
+            target=serve,
             args=(theirs, os.getpid(), first),
             name=f"hybridloader-{spec.stage}-zygote",
             daemon=True,
