@@ -647,9 +647,9 @@ class ProcessCrew(Crew):
             handle.kill()
             handle.join(GRACE)
             cause = f"sent an unreadable message ({damage}), and was killed"
-        killed = next((name for name in ("SIGKILL", "SIGBUS") if name in cause), None)
-        memory = "" if killed is None else self._oom.describe(killed)
-        slots = None if killed is None else (channel.results.size, channel.share)
+        killed = "SIGKILL" in cause
+        memory = self._oom.describe() if killed else ""
+        slots = (channel.results.size, channel.share) if killed else None
         if record is None:
             return Exited(worker, cause, memory=memory, slots=slots)
         task, with_it = record.task, handle.ended_with

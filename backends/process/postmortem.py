@@ -59,16 +59,6 @@ _SETTLED = 0.02
 """Seconds between two checks of a growing dump, and seconds without growth after which it is
 complete."""
 
-_STATES = {
-    "T": "it is stopped (state T: by SIGSTOP, or Ctrl-Z); SIGCONT resumes it",
-    "t": "it is stopped by a debugger (state t)",
-    "Z": "it has ended (state Z)",
-    "X": "it has ended (state X)",
-    "D": "it is in uninterruptible sleep (state D): the kernel waits for a disk or a network file "
-    "system, and no signal reaches it until it answers",
-}
-"""States in which a process acts on no signal."""
-
 
 def _status_of(pid: int) -> Mapping[str, str] | None:
     """Read the fields of /proc/PID/status; None where there is none."""
@@ -157,21 +147,15 @@ class PostmortemRecord:
         if not signum or numbers[_PID] != pid:
             return "", "it has not yet started far enough to report its stack"
         before = os.fstat(self.fd).st_size
-        status = _status_of(pid)
-        state = _state(status)
-        if state in _STATES and state != "D":  # D may end in time
-            return "", _STATES[state]
-        # If the signal is pending, an earlier request is still unanswered.
-        if not _has(status, "ShdPnd", signum):
-            try:
-                if signum == _BY_EVENT:
-                    system.request(_event(pid))
-                else:
-                    send(signum)
-            except ProcessLookupError:
-                return "", "it has ended"
-            except OSError as error:
-                return "", f"the signal for its stack could not be sent: {error}"
+        try:
+            if signum == _BY_EVENT:
+                system.request(_event(pid))
+            else:
+                send(signum)
+        except ProcessLookupError:
+            return "", "it has ended"
+        except OSError as error:
+            return "", f"the signal for its stack could not be sent: {error}"
         self._await_dump(pid, signum, before)
         text = self._text(before)
         if signum == _BY_EVENT:
@@ -179,10 +163,9 @@ class PostmortemRecord:
         text = shortened(text, "The thread that does the tasks")
         if text:
             return text, ""
-        status = _status_of(pid)
-        if _has(status, "SigBlk", signum):
-            return "", f"its main thread has blocked signal {signum}, which requests it"
-        return "", _STATES.get(_state(status), f"it did not answer within {_PATIENCE:g} seconds")
+        # In the kernel's words: "T (stopped)".
+        state = (_status_of(pid) or {}).get("State", "unknown")
+        return "", f"it did not answer within {_PATIENCE:g} seconds; its state is {state}"
 
     def end(self) -> tuple[str, str]:
         """Return the exception that ended the worker, and its traceback; or "" and the stack of a crash.
@@ -363,8 +346,8 @@ def free_signal() -> int | None:
 MOST = 4000  # most characters: the text becomes part of an exception's message
 
 _WIDTH = 160
-_LINES, _INNER, _OUTER = 4, 14, 6
-"""Most characters of a line; most lines before the first stack; frames of a stack at both ends.
+_LINES, _INNER = 4, 20
+"""Most characters of a line; most lines before the first stack; innermost frames of a stack.
 Together they are less than `MOST`, so that no frame of the first stack is cut."""
 
 _FATAL, WINDOWS_FATAL = "Fatal Python error: ", "Windows fatal exception: "
@@ -410,10 +393,10 @@ def shortened(text: str, current: str) -> str:
     for stack in sorted(stacks, key=lambda stack: _CURRENT.match(stack[0]) is None):
         heading, frames = stack[0], _inside_the_loop(stack[1:])
         if _CURRENT.match(heading):
-            lines += [current + _REVERSED, *_both_ends(_users(frames) or frames)]
+            lines += [current + _REVERSED, *_innermost(_users(frames) or frames)]
         elif frames := _users(frames):
             heading = re.sub(r"^Thread 0x[0-9a-f]+", "Another thread", heading)
-            lines += [heading.replace(_HEADING, _REVERSED), *_both_ends(frames)]
+            lines += [heading.replace(_HEADING, _REVERSED), *_innermost(frames)]
     return "\n".join(lines)[:MOST]
 
 
@@ -440,17 +423,14 @@ def _is_ours(line: str) -> bool:
     return frame["path"].startswith(_OURS)
 
 
-def _both_ends(frames: list[str]) -> list[str]:
-    """Return the outer and the inner frames, the innermost last."""
-    omitted = len(frames) - _INNER - _OUTER
-    if omitted > 0:
-        frames = [*frames[:_INNER], f"  ... ({omitted} frames omitted)", *frames[-_OUTER:]]
-    return frames[::-1]
+def _innermost(frames: list[str]) -> list[str]:
+    """Return the inner frames, the innermost last."""
+    omitted = len(frames) - _INNER
+    more = [f"  ... ({omitted} frames omitted)"] if omitted > 0 else []
+    return [*more, *frames[:_INNER][::-1]]
 
 
 # -- the kernel's figures about memory
-
-_TIGHT = 0.9  # fraction of a limit from which a lack of memory most likely killed the worker
 
 _LESS = "Try fewer workers, or backend='threads', which shares one copy of the dataset."
 
@@ -461,31 +441,15 @@ _NO_LIMIT = 1 << 60
 class OomWatch:
     """Watch that compares with how often the OOM killer had struck when it was made. It never raises."""
 
-    def __init__(self, root: Path = Path(system.ROOT)) -> None:  # with /proc, /sys and /dev
+    def __init__(self, root: Path = Path(system.ROOT)) -> None:  # with /proc and /sys
         self._root = root
         self._before = _oom_kills(root)
 
-    def describe(self, signal: str) -> str:
-        """Name the likely cause of a death, and the memory in use, in two lines at most.
-
-        `signal` is ``"SIGKILL"``, which the OOM killer sends, or ``"SIGBUS"``, of shared memory that
-        could not be had.
-        """
+    def describe(self) -> str:
+        """Name the likely cause of a SIGKILL, and the memory in use, in two lines at most."""
         whose, kills = _oom_kills(self._root)
         limit, used = _cgroup(self._root)
-        size, free = _shm(self._root)
-        tight = limit > 0 and used >= _TIGHT * limit
-        if signal == "SIGBUS":
-            if size and free <= (1 - _TIGHT) * size:
-                cause = "Likely cause: /dev/shm is full."
-            elif tight:
-                cause = "Likely cause: the cgroup's limit; shared memory counts towards it."
-            else:
-                cause = (
-                    "Likely cause: a mapped file has become shorter, or shared memory was full at that "
-                    "time."
-                )
-        elif not whose:
+        if not whose:
             cause = f"This platform does not report a lack of memory. If there was one: {_LESS}"
         elif self._before[0] == whose and kills > self._before[1]:
             counted = f"oom_kill rose from {self._before[1]} to {kills}"
@@ -497,10 +461,8 @@ class OomWatch:
                 "No OOM kill was counted: another program or a person sent the signal (a job scheduler, "
                 "a container runtime, systemd-oomd)."
             )
-        figures = [f"cgroup {_size(used)} of {_size(limit)} in use"] if limit else []
-        if size:
-            figures.append(f"/dev/shm {_size(free)} of {_size(size)} free")
-        return f"{cause}\nMemory now: {', '.join(figures)}." if figures else cause
+        in_use = f"\nMemory now: cgroup {_size(used)} of {_size(limit)} in use."
+        return f"{cause}{in_use}" if limit else cause
 
 
 def _oom_kills(root: Path) -> tuple[str, int]:
@@ -524,15 +486,6 @@ def _cgroup(root: Path) -> tuple[int, int]:
         if limit and limit < _NO_LIMIT and used is not None:
             found.append((limit, used))
     return min(found[1:] or found)
-
-
-def _shm(root: Path) -> tuple[int, int]:
-    """Read size and free space of /dev/shm, in bytes; 0 if there is none."""
-    try:
-        found = os.statvfs(root / "dev/shm")
-    except (AttributeError, OSError):  # missing on Windows
-        return 0, 0
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
 def _size(count: int) -> str:

@@ -14,12 +14,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.failing_datasets import Samples, at_gate, load, start
-from support.platforms import needs_fork, posix
+from support.platforms import needs_fork
 
 from hybridloader import WorkerDied, WorkerTimeout
 from hybridloader.backends.process import postmortem
@@ -143,13 +142,13 @@ def patient(iterator: Any) -> Iterator[Any]:
 
 
 @linux
-def test_a_stopped_worker_is_told_and_not_signalled() -> None:
+def test_a_stopped_worker_is_told_and_answers_later() -> None:
     gate = Gate()
     with start(load(Samples(at_gate(gate, 0), 2), "fork", timeout=0.2)) as iterator:
         [worker] = iterator._workers
         gate.await_arrivals()
         os.kill(worker.pid, signal.SIGSTOP)
-        told(iterator, "stopped", "SIGCONT")
+        told(iterator, "T (stopped)")
         os.kill(worker.pid, signal.SIGCONT)
         told(iterator, "in arrive")
         gate.open()
@@ -213,13 +212,12 @@ def test_the_loop_and_what_is_around_it_are_left_out() -> None:
     assert of_dump(text).splitlines()[1:] == [_frame("/their/dataset.py", "__getitem__")]
 
 
-def test_a_deep_stack_keeps_both_ends() -> None:
+def test_a_deep_stack_keeps_its_inner_end() -> None:
     frames = [_frame(f"/a/long/path/to/some/module_{i}.py", f"function_{i}") for i in range(100)]
     text = of_dump("\n".join(["Current thread 0x1 (most recent call first):", *frames]))
     assert len(text) <= MOST
-    assert text.splitlines()[1] == frames[-1]
-    assert text.splitlines()[-1] == frames[0]
-    assert "frames omitted" in text
+    assert text.splitlines()[1] == "  ... (80 frames omitted)"
+    assert text.splitlines()[2:] == frames[19::-1]
 
 
 ALONE = "<Cannot show all threads while the GIL is disabled>"
@@ -354,27 +352,5 @@ def test_what_the_kernel_counts_is_told_of_a_killed_worker(
 ) -> None:
     watch = OomWatch(tree(tmp_path, before))
     tree(tmp_path, later)
-    found = watch.describe("SIGKILL").splitlines()
+    found = watch.describe().splitlines()
     assert [line[: len(start)] for line, start in zip(found, lines, strict=True)] == lines
-
-
-@posix
-@pytest.mark.parametrize(
-    ("free", "used", "word"),
-    [(0, 1, "/dev/shm is full"), (9, 10, "cgroup's limit"), (9, 1, "has become shorter")],
-)
-def test_a_bus_error_is_of_shared_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, used: int, word: str
-) -> None:
-    asked = []
-
-    def statvfs(path: Path) -> SimpleNamespace:
-        asked.append(path)
-        return SimpleNamespace(f_blocks=10, f_frsize=1024, f_bavail=free)
-
-    monkeypatch.setattr(os, "statvfs", statvfs)
-    files = {"proc/self/cgroup": "0::/job\n", **v2("job", 10, used, 0)}
-    cause, now = OomWatch(tree(tmp_path, files)).describe("SIGBUS").splitlines()
-    assert word in cause
-    assert now.endswith(f"/dev/shm {f'{free}.00 KiB' if free else '0.00 B'} of 10.00 KiB free.")
-    assert asked == [tmp_path / "dev/shm"]

@@ -34,9 +34,9 @@ def _die_by(name: str) -> Callable[[], Any]:
 
 
 DEATHS: dict[str, tuple[Callable[[], Any], str]] = {
-    "kill": (_die_by("SIGKILL"), r"SIGKILL[\s\S]*[Mm]emory"),
+    "kill": (_die_by("SIGKILL"), r"SIGKILL[\s\S]*(OOM kill|lack of memory)"),
     "alarm": (_die_by("SIGVTALRM"), "SIGVTALRM"),
-    "bus error": (_die_by("SIGBUS"), r"SIGBUS[\s\S]*/dev/shm"),
+    "bus error": (_die_by("SIGBUS"), r"SIGBUS[\s\S]*shared-memory mount"),
     "segfault": (lambda: ctypes.string_at(0), r"SIGSEGV[\s\S]*in string_at"),
     "exit-0": (lambda: os._exit(0), "code 0"),
     "sys.exit": (lambda: sys.exit(5), "code 5"),
