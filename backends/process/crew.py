@@ -485,7 +485,7 @@ class ProcessCrew(Crew):
             if isinstance(message, Stop):
                 self._asked.add(worker)
             elif isinstance(message, Begin) and message.changes:
-                self._starter.change(message.changes)
+                self._starter.dataset_changed()
         self.transport.send(worker, *channel.encode(message))
         if channel.refusal is not None:
             self._overflow, channel.refusal = self._overflow or channel.refusal, None

@@ -28,7 +28,6 @@ from hybridloader.backends.process.frames import Frame
 from hybridloader.backends.process.postmortem import PostmortemRecord
 from hybridloader.backends.process.transports import PipeTransport, SocketTransport
 from hybridloader.engine.contract import GRACE, SLICE, WorkerHandle
-from hybridloader.engine.dataset_state import Change
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.memory.shared_slots import OwnDescriptor, ours
 from hybridloader.memory.shipping import Shipment, ship
@@ -144,8 +143,8 @@ class Starter:
         call."""
         return None
 
-    def change(self, changes: tuple[Change, ...]) -> None:
-        """Apply changes, which the workers have got, to the dataset for workers yet to start."""
+    def dataset_changed(self) -> None:
+        """Note that workers yet to start need another dataset than those that run have begun with."""
 
     def end_of(self, record: PostmortemRecord) -> tuple[str, str]:
         """Describe the end of a worker with this record, as `PostmortemRecord.end` does."""

@@ -23,11 +23,10 @@ import select
 import signal
 import socket
 import struct
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
@@ -51,7 +50,6 @@ from hybridloader.backends.process.starters import (
 )
 from hybridloader.backends.process.transports import CLOSE_ON_EXEC, ROOM, SocketEndpoint
 from hybridloader.engine.contract import GRACE, SLICE
-from hybridloader.engine.dataset_state import Change, apply, plain
 from hybridloader.engine.messages import WorkerSpec
 from hybridloader.memory.shared_slots import OwnDescriptor
 from hybridloader.memory.shipping import Shipment
@@ -72,12 +70,6 @@ class Request(NamedTuple):
     share: int  # as `child.main` takes it
     recorded: bool | str  # as `child.FirstFrame` has it
     changes: dict[str, Any]  # fields of the specification that differ from the loaded one
-
-
-class Changed(NamedTuple):
-    """Plain values that attributes of the dataset were given, for workers yet to be forked."""
-
-    changes: tuple[Change, ...]
 
 
 class Loaded(NamedTuple):
@@ -169,23 +161,20 @@ class _Zygote:
 
     def _load(self, first: FirstFrame) -> WorkerSpec:
         """Load the work, and find out whether this process may fork then."""
-        with _ending_with(self._watched, self._endpoint.fileno()):
-            one_thread_in_this_process(True)
-            frame = self._endpoint.get()
-            self._postmortem = first.record(frame)
-            before = fork_safety.open_descriptors() - set(frame.fds)
-            spec = first.load(frame)
-            del frame
+        one_thread_in_this_process(True)
+        frame = self._endpoint.get()
+        self._postmortem = first.record(frame)
+        before = fork_safety.open_descriptors() - set(frame.fds)
+        spec = first.load(frame)
+        del frame
         self._refusal = fork_safety.refusal(before)
         gc.collect()
         gc.freeze()  # a collection in a worker would touch, and so copy, shared pages
         return spec
 
     def _answer(self, frame: Frame, loaded: WorkerSpec) -> None:
-        request: Request | Changed = pickle.loads(frame.parts[0])
-        if isinstance(request, Changed):
-            apply(loaded.fetch.dataset, request.changes)
-        elif self._refusal:
+        request: Request = pickle.loads(frame.parts[0])
+        if self._refusal:
             self._endpoint.send([pickle.dumps(Refused(request.worker))], frame.fds)
         elif len(frame.fds) == 2:  # the kernel drops descriptors if there is no room
             self._fork(request, replace(loaded, **request.changes), *frame.fds)
@@ -292,32 +281,6 @@ def _report(status: int, kind: int, number: int, *fds: int) -> None:
     """Write to a status socket. Its reader may be gone."""
     with suppress(OSError), socket.socket(fileno=os.dup(status)) as sock:
         socket.send_fds(sock, [STATUS.pack(kind, number)], fds)
-
-
-@contextmanager
-def _ending_with(parent: int, connection: int) -> Iterator[None]:
-    """End this process if the parent ends or hangs up within the block.
-
-    A thread looks, because imports may take long. It is gone at the end of the block.
-    """
-    stop, stopper = os.pipe()
-
-    def look() -> None:
-        poll = select.poll()
-        poll.register(parent, select.POLLIN)
-        poll.register(connection, 0)  # POLLHUP is always reported
-        poll.register(stop, 0)
-        if all(fd != stop for fd, _ in poll.poll()):
-            os._exit(1)
-
-    thread = threading.Thread(target=look, name="hybridloader-watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        os.close(stopper)  # the other end hangs up
-        thread.join()
-        os.close(stop)
 
 
 # -- the parent's side
@@ -463,14 +426,9 @@ class ZygoteStarter(Starter):
         finally:
             connection.close()
 
-    def change(self, changes: tuple[Change, ...]) -> None:
-        zygote = self._zygote
-        if zygote is None:
-            return
-        if all(plain(value) for _, value in changes):
-            self.transport.send(ZYGOTE, [pickle.dumps(Changed(changes))])
-        else:  # loading other values could import modules, which may start threads
-            zygote.spec = None
+    def dataset_changed(self) -> None:
+        if self._zygote is not None:
+            self._zygote.spec = None
 
     def end_of(self, record: PostmortemRecord) -> tuple[str, str]:
         zygote = None if self._zygote is None else self._zygote.record
@@ -490,7 +448,8 @@ class ZygoteStarter(Starter):
     def _end(self) -> None:
         zygote, self._zygote = self._zygote, None
         if zygote is not None:
-            zygote.handle.join(GRACE)
+            if zygote.loaded:  # it ends once its workers have
+                zygote.handle.join(GRACE)
             zygote.handle.kill()
             zygote.handle.join(GRACE)
             zygote.handle.release()

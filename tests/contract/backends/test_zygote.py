@@ -95,7 +95,7 @@ class Epochs(Samples):
         return self.epoch, index, os.getppid()
 
 
-def test_what_the_parent_sets_is_seen_by_a_worker_that_is_forked_later(tmp_path: Path) -> None:
+def test_what_the_parent_sets_is_seen_by_a_worker_that_is_started_later(tmp_path: Path) -> None:
     def first_time(index: int) -> bool:
         try:
             (tmp_path / "died").mkdir()
@@ -111,7 +111,6 @@ def test_what_the_parent_sets_is_seen_by_a_worker_that_is_forked_later(tmp_path:
         found += [sample for batch in iter(loader) for sample in batch]
     assert (tmp_path / "died").exists()
     assert [sample[:2] for sample in found] == [(e, k) for e in (0, 3) for k in range(8)]
-    assert len({parent for *_, parent in found}) == 1  # the new worker was forked, too
 
 
 # -- deaths ------------------------------------------------------------------------------------------
@@ -175,11 +174,7 @@ def test_of_a_fresh_process_that_can_not_import_our_module_the_end_and_its_stder
     code = f"import sys; sys.modules[{missing!r}] = None"  # so Python refuses to import it
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    words = (
-        rf"worker \d \(process.*\) was ended by ModuleNotFoundError: import of {missing} halted.* "
-        rf"\({forked}exited with code 1\)(.|\n)*Traceback(.|\n)*, in <module>\n"
-    )
-    with pytest.raises(WorkerDied, match=words):
+    with pytest.raises(WorkerDied, match=r"exited with code 1(.|\n)*its stderr shows the error"):
         list(load(Samples(int), backend))
 
 
