@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from support.command import main
 from support.platforms import FORK
+from support.programs import output
 
 import hybridloader
 
@@ -21,13 +22,6 @@ ROOT = Path(__file__).parent.parent
 CORE = ROOT / "hybridloader"
 BACKENDS = ROOT / "backends"
 PACKAGES = ("engine", "observe", "pipeline", "records", "sampling", "sources", "testing", "tuning")
-
-
-def run(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/"
-    )
-    return done.stdout.strip()
 
 
 def test_no_module_hides_a_public_name() -> None:
@@ -64,21 +58,13 @@ def test_only_one_module_asks_which_platform_this_is() -> None:
     assert found == [CORE / "_support" / "system.py"]
 
 
-def test_importing_the_package_imports_neither_torch_nor_loky() -> None:
+def test_the_package_and_a_worker_process_start_with_neither_torch_nor_loky() -> None:
     code = (
-        "import sys, hybridloader, hybridloader.engine;"
+        "import sys, hybridloader.engine, hybridloader.backends.process.child;"
         "hybridloader.engine.backend_names(); hybridloader.get_worker_info();"
         "print(sorted({'torch', 'loky', 'numpy', 'cloudpickle'} & set(sys.modules)))"
     )
-    assert run(code) == "[]"
-
-
-def test_a_worker_process_starts_without_torch() -> None:
-    code = (
-        "import sys, hybridloader.backends.process.child;"
-        "print(sorted({'torch', 'loky', 'numpy', 'cloudpickle'} & set(sys.modules)))"
-    )
-    assert run(code) == "[]"
+    assert output("-c", code, cwd="/") == "[]\n"
 
 
 def test_every_public_name_loads_and_is_listed() -> None:

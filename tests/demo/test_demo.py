@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from support.command import main
+from support.programs import output
 
 import hybridloader
 from hybridloader import demo
@@ -272,10 +272,7 @@ def test_the_version_imports_nothing_heavy() -> None:
         "except SystemExit as end: assert end.code == 0\n"
         "assert not {'torch', 'numpy', 'PIL', 'rich', 'loky'} & set(sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout == f"hybridloader {hybridloader.__version__}\n"
+    assert output("-c", program) == f"hybridloader {hybridloader.__version__}\n"
 
 
 # --- the example

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import FunctionType
@@ -15,13 +13,14 @@ from typing import Any
 import pytest
 from support.excerpts import BLOCK, is_part, run_blocks
 from support.photographs import CLASSES, photographs
-from support.platforms import PACKAGE
+from support.programs import output
 
 import hybridloader
 from hybridloader import Pipeline
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "pipelines.md"
+EXAMPLES = ROOT / "examples"
 
 CROPS = 4
 """Images of each photograph; all 40 make two batches."""
@@ -118,13 +117,13 @@ def test_the_operator_of_the_page_is_a_part_of_the_example() -> None:
     _, _, page = PAGE.read_text().partition("(../examples/own_operator.py)")
     block = BLOCK.search(page)
     assert block is not None
-    assert is_part(block[2], (ROOT / "examples" / "own_operator.py").read_text())
+    assert is_part(block[2], (EXAMPLES / "own_operator.py").read_text())
 
 
 @pytest.fixture
 def windows() -> Any:
     names: dict[str, Any] = {"__name__": "own_operator"}
-    source = (ROOT / "examples" / "own_operator.py").read_text()
+    source = (EXAMPLES / "own_operator.py").read_text()
     sys.modules["own_operator"] = module = type(sys)("own_operator")  # dataclasses look there
     vars(module).update(names)
     exec(compile(source, "own_operator.py", "exec"), vars(module))
@@ -145,22 +144,8 @@ def test_the_example_operator_gives_windows_and_knows_how_many(windows: Any, ste
         windows(0)
 
 
-def run_example(name: str, *arguments: str) -> str:
-    """Return the output of an example. A warning, or anything else on standard error, fails."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "examples" / name), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "PYTHONPATH": PACKAGE},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
-
-
 def test_own_operator_runs_as_a_script() -> None:
-    assert run_example("own_operator.py") == "3 clips: 0-1-2-3 3-4-5-6 6-7-8-9\n"
+    assert output(EXAMPLES / "own_operator.py") == "3 clips: 0-1-2-3 3-4-5-6 6-7-8-9\n"
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +154,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_hybrid_images_runs_as_a_script(folder: Path) -> None:
-    shown = run_example("hybrid_images.py", str(folder), "--images", "36")
+    shown = output(EXAMPLES / "hybrid_images.py", str(folder), "--images", "36")
     plan, summary, stats = shown.strip().split("\n\n")
     assert re.search(r"^map\(Augment\) +spawn x 2 +36$", plan, re.MULTILINE)
     assert summary.startswith("36 images in ")
@@ -180,7 +165,7 @@ def test_hybrid_images_runs_as_a_script(folder: Path) -> None:
 
 @pytest.mark.full
 def test_hybrid_images_takes_all_and_draws_the_picture_of_the_page(folder: Path) -> None:
-    shown = run_example("hybrid_images.py", str(folder), "--mermaid")
+    shown = output(EXAMPLES / "hybrid_images.py", str(folder), "--mermaid")
     picture, summary, _ = shown.strip().split("\n\n")
     assert f"{CROPS * CLASSES} images in " in summary
     counts = re.compile(r"(?<=take\()\d+|(?<=list of )\d+")

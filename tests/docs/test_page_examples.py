@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 import re
 import shlex
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -22,7 +19,7 @@ from support.command import main
 from support.excerpts import run_blocks
 from support.fake_accelerator import FakeAccelerator, taken_for_current
 from support.photographs import photographs
-from support.platforms import PACKAGE
+from support.programs import output, python
 from support.recordings import free_cores_are_recorded
 from torch.utils.data import DataLoader as TorchLoader
 
@@ -102,10 +99,8 @@ def test_migrating() -> None:
 def test_the_first_command_of_migrating(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys\nprint(sys.argv)\n")
     (block,) = re.findall(r"^```sh\n(.*?)^```$", text_of("migrating"), re.MULTILINE | re.DOTALL)
-    command = [sys.executable, *shlex.split(block.splitlines()[0])[1:]]
-    environment = {**os.environ, "PYTHONPATH": PACKAGE}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert (done.stdout, done.stderr) == ("['train.py', '--epochs', '3']\n", "")
+    command = shlex.split(block.splitlines()[0])[1:]
+    assert output(*command, cwd=tmp_path) == "['train.py', '--epochs', '3']\n"
 
 
 # -- quickstart ----------------------------------------------------------------------------------------
@@ -245,8 +240,7 @@ def test_the_examples_of_sources(name: str, said: str) -> None:
     if name == "train_from_s3":
         pytest.importorskip("s3fs")
         pytest.importorskip("moto")
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / f"{name}.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = python("-W", "error", ROOT / "examples" / f"{name}.py")
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
     assert f"examples/{name}.py" in text_of("sources")

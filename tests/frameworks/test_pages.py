@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import configparser
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.excerpts import is_part
+from support.programs import python
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ROOT / "docs" / "frameworks"
@@ -74,15 +72,8 @@ def test_the_example_runs_as_a_script(kind: str, page: str, tmp_path: Path) -> N
     module = FRAMEWORKS[page]
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"needs {module}: pip install -c constraints.txt -e '.[frameworks]'")
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(example_of(page, kind))],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = python(example_of(page, kind), cwd=tmp_path, **offline)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "Traceback" not in done.stderr, done.stderr

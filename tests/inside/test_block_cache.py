@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import os
 import random
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
+from support.programs import output, python
 
 from hybridloader import DataLoader, Pipeline, SharedMemory, Spawn
 from hybridloader.sampling import BlockShuffleSampler
@@ -65,10 +64,7 @@ def test_a_block_is_fetched_once_and_read_by_all(cache: BlockCache) -> None:
         "import sys; from hybridloader.sources.shards import BlockCache;"
         "print(len(BlockCache(sys.argv[1], 10_000).get('a', None)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, cache.folder], capture_output=True, check=True
-    )
-    assert done.stdout.strip() == b"1000"
+    assert output("-c", code, cache.folder) == "1000\n"
 
 
 def test_of_several_threads_one_fetches(cache: BlockCache) -> None:
@@ -104,8 +100,7 @@ cache = shards.BlockCache(sys.argv[1], 10_000)
 shards.os.replace = lambda *_: os.kill(os.getpid(), 9)
 cache.get("a", lambda: b"x" * 500)
 """
-    done = subprocess.run([sys.executable, "-c", code, cache.folder], check=False)
-    assert done.returncode == -9
+    assert python("-c", code, cache.folder).returncode == -9
     assert [name.split(".")[1] for name in names(cache)] == ["part"]
     assert cache.get("a", lambda: block(1)) == block(1)
     assert [name.split(".")[1] for name in names(cache)] == ["block"]
@@ -167,8 +162,7 @@ def test_a_private_cache_goes_with_its_owner_or_is_removed_after_it(tmp_path: Pa
         "import os; from hybridloader.sources.shards import private_cache;"
         "cache = private_cache(1 << 20); print(cache.folder, flush=True); os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    left = done.stdout.strip()
+    left = python("-c", code).stdout.strip()
     assert os.path.exists(left)
     other = private_cache(1 << 20)
     assert os.path.exists(folder)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from support import bare_platform
 from support.platforms import FORK, REPOSITORY
+from support.programs import python
 
 import hybridloader
 from hybridloader import Fork, Inline, SharedMemory, Spawn, Threads
@@ -201,10 +200,5 @@ def imports(name):
 print([name for name in sys.argv[1:] if not imports(name)])
 """
     paths = [bare_platform.child_environment("windows", tmp_path), str(ROOT), str(ROOT / "tests")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *names],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )
+    done = python("-c", code, *names, PYTHONPATH=os.pathsep.join(paths))
     assert (done.stderr, done.stdout.strip()) == ("", str(zygotes))

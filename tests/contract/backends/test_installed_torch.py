@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from support.programs import output
 
 
 def test_a_torch_that_is_too_old_is_refused_by_name_when_its_parts_are_imported() -> None:
@@ -19,10 +18,7 @@ def test_a_torch_that_is_too_old_is_refused_by_name_when_its_parts_are_imported(
             except ImportError as error:
                 print(error)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
-    )
-    told = done.stdout.splitlines()
+    told = output("-c", script).splitlines()
     assert len(told) == 3
     for line in told:
         assert line.startswith("hybridloader needs torch 2.6 or later, and this Python has torch")

@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing.context
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.platforms import PACKAGE
+from support.programs import output, python
 
 from hybridloader import DataLoader
 
@@ -73,19 +70,6 @@ METHODS = [
 ]
 
 
-def run(script: Path, *arguments: str) -> list[str]:
-    """The lines that it prints. A warning, or anything else on standard error, fails."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "PYTHONPATH": PACKAGE},
-    )
-    assert (done.stderr, done.returncode) == ("", 0)
-    return done.stdout.splitlines()
-
-
 @pytest.mark.parametrize(
     "methods",
     [
@@ -100,7 +84,7 @@ def test_a_script_without_a_guard_sends_what_it_likes(
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     batches = "[[-11, -13], [-15, -17]]"
-    told = run(script, *(word for pair in methods for word in pair))
+    told = output(script, *(word for pair in methods for word in pair)).splitlines()
     assert told == [
         "this script",
         *["worker 0", batches, batches] * len(methods),
@@ -158,14 +142,8 @@ def test_cells_of_a_notebook_send_what_they_define(tmp_path: Path) -> None:
     """In a process of its own: the client of a kernel keeps sockets for as long as its process lives."""
     for needed in ("nbclient", "nbformat", "ipykernel"):
         pytest.importorskip(needed)
-    done = subprocess.run(
-        [sys.executable, "-c", EXECUTE],
-        input=json.dumps([textwrap.dedent(cell) for cell in CELLS]),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "PYTHONPATH": PACKAGE, "IPYTHONDIR": str(tmp_path)},
-    )
+    cells = json.dumps([textwrap.dedent(cell) for cell in CELLS])
+    done = python("-c", EXECUTE, given=cells, IPYTHONDIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [
         "",

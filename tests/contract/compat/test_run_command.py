@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 from support.command import BAD_INPUT, main
-from support.platforms import PACKAGE, needs_fork, posix
+from support.platforms import needs_fork, posix
+from support.programs import python
 
 SEES = """
 import atexit, sys
@@ -40,15 +39,8 @@ ENDS = {
 }
 
 
-def python(*arguments: str, cwd: Path) -> tuple[str, str, int]:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": PACKAGE},
-    )
+def outcome(*arguments: str, cwd: Path) -> tuple[str, str, int]:
+    done = python(*arguments, cwd=cwd)
     return done.stdout, done.stderr, done.returncode
 
 
@@ -57,8 +49,8 @@ def alike(*arguments: str, cwd: Path) -> tuple[str, str, int]:
 
     Tracebacks are the same from the first line of the script on.
     """
-    wanted = python(*arguments, cwd=cwd)
-    out, problems, code = python("-m", "hybridloader", "run", *arguments, cwd=cwd)
+    wanted = outcome(*arguments, cwd=cwd)
+    out, problems, code = outcome("-m", "hybridloader", "run", *arguments, cwd=cwd)
     first = f'  File "{cwd}'
     assert (out, code) == (wanted[0], wanted[2])
     assert problems.partition(first)[1:] == wanted[1].partition(first)[1:] or problems == wanted[1]
@@ -175,7 +167,7 @@ def test_its_loaders_run_on_the_backend(
     """The script has no ``if __name__ == "__main__"`` and sets variables before it imports torch."""
     trains = TRAINS.format(pid="PID", pid_of="PID = os.getpid()", more="")
     (tmp_path / "train.py").write_text(trains)
-    told, problems, code = python(
+    told, problems, code = outcome(
         "-W", "error", "-m", "hybridloader", "run", *options, "train.py", cwd=tmp_path
     )
     assert (problems, code) == ("", 0)
@@ -229,7 +221,7 @@ def test_what_a_package_on_the_way_lacks_is_told_by_python(tmp_path: Path) -> No
     package.mkdir()
     (package / "__init__.py").write_text("import not_there_at_all")
     (package / "part.py").touch()
-    out, told, code = python("-m", "hybridloader", "run", "-m", "package.part", cwd=tmp_path)
+    out, told, code = outcome("-m", "hybridloader", "run", "-m", "package.part", cwd=tmp_path)
     assert (out, code) == ("", 1)
     assert told.startswith("Traceback")
     assert told.endswith("ModuleNotFoundError: No module named 'not_there_at_all'\n")

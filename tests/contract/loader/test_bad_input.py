@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing.context
 import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from support.once import forget_warnings
-from support.platforms import PACKAGE, needs_fork
+from support.platforms import needs_fork
+from support.programs import output
 from torch.utils.data import Dataset, IterableDataset
 
 from hybridloader import DataLoader, Fork, Inline, Pipeline, SharedMemory, Spawn, Threads
@@ -270,10 +269,8 @@ for name in ("my-threads", "threads", "mpi", "loose", "lacking", "dict", "treads
 
 
 def test_backends_of_other_packages_are_had_by_name_or_refused_with_how_to_install_them() -> None:
-    run = [sys.executable, "-c", OF_OTHERS]
-    env = {**os.environ, "PYTHONPATH": PACKAGE}
-    told = subprocess.run(run, capture_output=True, text=True, check=True, env=env).stdout
-    lines = [line for line in told.splitlines() if not line.startswith("See: ")]
+    told = output("-c", OF_OTHERS).splitlines()
+    lines = [line for line in told if not line.startswith("See: ")]
     for line, says in zip(
         lines,
         [

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.command import BAD_INPUT, main
-from support.platforms import PACKAGE
+from support.programs import python
 from support.traces import ReadTrace
 
 import hybridloader
@@ -31,14 +28,8 @@ if __name__ == "__main__":
 def run(folder: Path, *options: str) -> list[str]:
     """Lines that the command writes behind those of the script."""
     (folder / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "hybridloader", "run", "--backend=threads", *options, "train.py"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": PACKAGE, "RANK": "3"},  # as torchrun sets it
-    )
+    command = ("-m", "hybridloader", "run", "--backend=threads", *options, "train.py")
+    done = python(*command, cwd=folder, RANK="3")  # as torchrun sets it
     assert (done.returncode, done.stdout) == (3, "epoch 0 50\nepoch 1 50\n"), done.stderr
     first, *lines = done.stderr.splitlines()
     assert first == "done"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import psutil
 import pytest
 from support.logging_source import Noting, note
 from support.platforms import REPOSITORY, needs_fork
+from support.programs import python
 from torch.utils.data import IterableDataset
 
 from hybridloader import DataLoader, Pipeline
@@ -124,13 +124,7 @@ def test_a_generator_is_closed_when_the_parent_is_killed(tmp_path: Path) -> None
         print((Path(sys.argv[1]) / "0").read_text().split()[1], flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
-        cwd=(REPOSITORY / "tests"),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
+    done = python("-c", textwrap.dedent(script), tmp_path, cwd=REPOSITORY / "tests")
     assert done.stdout, done.stderr
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout)).wait(DEADLINE)

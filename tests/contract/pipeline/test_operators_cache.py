@@ -6,8 +6,6 @@ import errno
 import gc
 import os
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.comparison import same
 from support.platforms import posix
+from support.programs import output
 from support.scripts import Kept, Oops, drain
 
 from hybridloader.errors import ResultPicklingError
@@ -243,6 +242,6 @@ assert drain(found) == list(range(1, 1000))
 found = Kept({str(file.parent / "other")!r}).begin(*range(1000))
 next(found)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    output("-c", code)
     assert drain(Kept(file).again()) == list(range(1000))
     assert os.listdir(file.parent) == ["cache"]

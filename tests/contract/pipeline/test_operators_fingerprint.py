@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import pickle
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +14,7 @@ import pytest
 import torch
 from support.cached_crops import Crop, cached
 from support.platforms import POSIX, REPOSITORY
+from support.programs import output
 
 from hybridloader import Pipeline, Replace
 from hybridloader.errors import CacheError
@@ -98,12 +96,7 @@ def test_a_file_is_of_one_value(tmp_path: Path) -> None:
 def test_a_cache_that_another_process_wrote_is_read(tmp_path: Path) -> None:
     """The order of sets, and addresses in reprs, differ between them."""
     code = "import sys; from support.cached_crops import cached; list(cached(sys.argv[1]))"
-    subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "cache"],
-        cwd=(REPOSITORY / "tests"),
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-        check=True,
-    )
+    output("-c", code, tmp_path / "cache", cwd=REPOSITORY / "tests", PYTHONHASHSEED="1")
     before = (tmp_path / "cache").read_bytes()
     assert len(list(cached(tmp_path / "cache"))) == 3
     assert (tmp_path / "cache").read_bytes() == before

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.comparison import same
+from support.programs import output
 from support.scripts import (
     Oops,
     Script,
@@ -86,7 +85,7 @@ def test_a_plain_list_needs_no_torch() -> None:
         "assert list(pipe.zip(pipe).concat(pipe.take(1).cache()).enumerate().skip(3)) == [(3, 1)]\n"
         "assert 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    output("-c", code)
 
 
 @pytest.mark.parametrize("name", ["batch", "batch_by", "bucket_by"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from support.http_store import HttpStore
 from support.once import forget_warnings
 from support.platforms import posix
+from support.programs import output
 
 from hybridloader import DataLoader, Skip
 from hybridloader.errors import BackendUnavailable, SourceError
@@ -85,11 +85,8 @@ def test_a_pickle_keeps_the_list_for_other_processes(folder: Path) -> None:
     kept, contents = pickle.dumps(first), list(first)
     (folder / "a" / "0.txt").write_text("new")
     assert len(Files(folder)) == 6
-    code = "import pickle, sys; print(list(pickle.load(sys.stdin.buffer)))"
-    found = subprocess.run(
-        [sys.executable, "-c", code], input=kept, stdout=subprocess.PIPE, check=True
-    )
-    assert found.stdout.decode().strip() == repr(contents)
+    code = "import pickle; print(list(pickle.loads(bytes.fromhex(input()))))"
+    assert output("-c", code, given=kept.hex()) == f"{contents!r}\n"
 
 
 def test_files_in_memory(memory: Any) -> None:
