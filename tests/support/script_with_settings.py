@@ -8,12 +8,8 @@ as JSON: a line for each method. Each process that runs the top of the script ad
 from __future__ import annotations
 
 import copyreg
-import decimal
-import functools
 import gc
 import json
-import locale
-import logging
 import multiprocessing
 import os
 import random
@@ -25,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -69,16 +64,6 @@ def rebuilt(kind: type[Point], x: Any) -> Point:
     return made
 
 
-@functools.singledispatch
-def kind_of(thing: object) -> str:
-    return "other"
-
-
-@kind_of.register(Point)
-def _(thing: Point) -> str:
-    return "point"
-
-
 def together(points: list[Point], *, collate_fn_map: Any = None) -> list[Any]:
     return [point.x for point in points]
 
@@ -92,27 +77,17 @@ collations[Point] = together
 collations[str] = lambda texts, *, collate_fn_map=None: OWN_CALLS.append(1)
 copyreg.pickle(ByCopyreg, reduced)  # type: ignore[arg-type]
 ForkingPickler.register(ByForkingPickler, reduced)
-pytree.register_pytree_node(Point, lambda p: ([*p.x], None), lambda leaves, _: Point(leaves))
 
 torch.set_default_dtype(torch.float64)
 torch.set_default_device("meta")
 torch.set_num_threads(3)
-torch.use_deterministic_algorithms(True)
-torch.set_float32_matmul_precision("medium")
-torch.set_printoptions(precision=3)
 torch.set_flush_denormal(True)
 torch.multiprocessing.set_sharing_strategy("file_system")
 np.seterr(divide="raise")
 warnings.filterwarnings("ignore", "of the script")
-logging.basicConfig(level=logging.ERROR, format="%(message)s")
 os.environ["OF_SCRIPT"] = "set"
 sys.path.append("/of/script")
-os.chdir("/")
-os.umask(0o027)
-sys.setrecursionlimit(1234)
 gc.set_threshold(777)
-decimal.getcontext().prec = 7
-locale.setlocale(locale.LC_ALL, "C")
 random.seed(1)
 DRAWN = random.random()
 COUNTS = [1]
@@ -120,33 +95,18 @@ COUNTS.append(2)
 FROM_INIT: list[int] = []
 
 
-def umask() -> int:
-    found = os.umask(0)
-    os.umask(found)
-    return found
-
-
 PROBES: dict[str, Callable[[], Any]] = {
     "default dtype": lambda: str(torch.tensor([0.5], device="cpu").dtype),
     "default device": lambda: str(torch.empty(0).device),
     "threads of torch": torch.get_num_threads,
-    "deterministic": torch.are_deterministic_algorithms_enabled,
-    "precision": torch.get_float32_matmul_precision,
-    "printoptions": lambda: repr(torch.tensor([0.123456], device="cpu")),
     "denormals": lambda: float(torch.tensor([1e-310], device="cpu") * 1),
     "sharing strategy": torch.multiprocessing.get_sharing_strategy,
     "errors of numpy": np.geterr,
     "warnings": lambda: sum("of the script" in repr(one[1]) for one in warnings.filters),
-    "logging": lambda: [logging.getLogger().level, len(logging.getLogger().handlers)],
     "environment": lambda: [os.environ.get("OF_SCRIPT"), os.environ.get("OF_GUARD")],
     "sys.path": lambda: sys.path.count("/of/script"),
     "sys.argv": lambda: sys.argv[1:],
-    "folder": os.getcwd,
-    "umask": umask,
-    "recursion": sys.getrecursionlimit,
     "garbage": lambda: [gc.get_threshold()[0], gc.isenabled()],
-    "decimal": lambda: decimal.getcontext().prec,
-    "locale": lambda: locale.setlocale(locale.LC_NUMERIC),
     "random": random.random,
     "random of numpy": lambda: float(np.random.random()),
     "random of torch": lambda: float(torch.rand((), device="cpu")),
@@ -156,8 +116,6 @@ PROBES: dict[str, Callable[[], Any]] = {
     "start method": multiprocessing.get_start_method,
     "module": lambda: [__name__, Point.__module__, vars(sys.modules["__main__"])["Point"] is Point],
     "registry": lambda: [REGISTRY["Point"] is Point, len(REGISTRY)],
-    "singledispatch": lambda: kind_of(ByCopyreg(1)),
-    "pytree": lambda: len(pytree.tree_leaves(Point([1, 2]))),
     "collate map": lambda: default_collate([ByCopyreg(1), ByCopyreg(2)]),
     "own entry of the collate map": lambda: [default_collate(["a"]), len(OWN_CALLS)],
 }

@@ -6,10 +6,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from support.failing_datasets import Samples, load
-from support.platforms import FORK, PACKAGE, REPOSITORY, needs_zygote
+from support.platforms import FORK, REPOSITORY, needs_zygote
+from support.programs import python
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -25,12 +23,6 @@ from hybridloader import Pipeline, SharedMemory, Spawn
 
 ROOT = REPOSITORY
 SETTINGS = ROOT / "tests" / "support" / "script_with_settings.py"
-
-
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": PACKAGE}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +41,7 @@ def test_workers_have_the_settings_of_the_script_as_torchs_have(
     methods: tuple[str, ...], keep: tuple[str, ...], tops: int, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    done = run(SETTINGS, ",".join(methods), log, *keep)
+    done = python(SETTINGS, ",".join(methods), log, *keep)
     assert ("one by one" in done.stderr, done.returncode) == (bool(keep), 0), done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == len(methods)
@@ -111,7 +103,7 @@ def test_a_script_that_can_not_run_again_gets_an_error_with_the_cure(
 ) -> None:
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(script))
-    done = run(file, method)
+    done = python(file, method)
     assert (done.stdout.split(), done.returncode) == (["top", "top"], 1)
     last = done.stderr[done.stderr.rindex("hybridloader.errors.Worker") :]
     # multiprocessing's own processes print the error: ours is not yet there to send it.
