@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 from support.excerpts import is_part
+from support.failing_datasets import Samples
 
 import hybridloader
 from hybridloader import engine
@@ -68,18 +69,12 @@ def test_a_worker_of_the_worked_example_that_dies_is_reported_and_replaced(tmp_p
             os._exit(3)
         return index
 
-    class Items(torch.utils.data.Dataset[int]):
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> int:
-            return fetch(index)
-
+    items = Samples(fetch)
     given = {"batch_size": 2, "num_workers": 2, "backend": pool_backend.Pool()}
     with pytest.raises(hybridloader.WorkerDied, match="exited with code 3"):
-        list(hybridloader.DataLoader(Items(), **given))
+        list(hybridloader.DataLoader(items, **given))
     (tmp_path / "died").unlink()
-    loader = hybridloader.DataLoader(Items(), **given, on_worker_death="restart")
+    loader = hybridloader.DataLoader(items, **given, on_worker_death="restart")
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
@@ -195,9 +190,28 @@ def test_the_files_that_pages_name_are_there() -> None:
         assert not missing, page.name
 
 
-@pytest.mark.parametrize("module", ["loader.dataloader", "testing", "compat.torch_loaders"])
-def test_examples_in_docstrings_run(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"hybridloader.{module}"))
+TESTED = (
+    "loader/dataloader.py",
+    "testing.py",
+    "compat/torch_loaders.py",
+    "sampling/*",
+    "sources/*",
+)
+"""Modules whose docstrings have examples that run by themselves."""
+
+EXAMPLES = [
+    path.relative_to(ROOT).with_suffix("")
+    for pattern in TESTED
+    for path in sorted((ROOT / "hybridloader").glob(pattern))
+    if path.suffix == ".py" and ">>>" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=str)
+def test_examples_in_docstrings_run(path: Path) -> None:
+    if path.name == "parquet":
+        pytest.importorskip("pyarrow")
+    result = doctest.testmod(importlib.import_module(".".join(path.parts)))
     assert result.attempted
     assert not result.failed
 
@@ -205,16 +219,6 @@ def test_examples_in_docstrings_run(module: str) -> None:
 def test_the_table_of_systems_is_that_of_the_records() -> None:
     records = json.loads(tested.RECORDS.read_text())
     assert tested.BEGIN + tested.table(records) + tested.END in (ROOT / "README.md").read_text()
-
-
-def test_a_report_of_a_run_becomes_a_record(tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    report.write_text(
-        '<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3"/></testsuites>'
-    )
-    found = tested.counted(report, "tests/stress")
-    assert (found["passed"], found["failed"], found["errors"]) == (3, 2, 1)
-    assert f"| tests/stress | 3 | 2 | 1 | {found['date']} |" in tested.table([found])
 
 
 def test_install_lines_work_without_a_registry() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.programs import output
 
 import hybridloader.sources as sources
 from hybridloader import DataLoader, Pipeline
@@ -57,18 +56,4 @@ def test_every_public_name_loads_and_nothing_heavy_with_them() -> None:
         "import sys, hybridloader.sources as s; [getattr(s, name) for name in s.__all__];"
         "print(sorted({'torch', 'fsspec', 'aiohttp', 'pyarrow'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("name", sorted({*sources.__all__} - {"SourceError", "StoreError"}))
-def test_examples_in_docstrings_run(name: str) -> None:
-    import doctest
-    import importlib
-
-    if name == "Parquet":
-        pytest.importorskip("pyarrow")
-    module = importlib.import_module(getattr(sources, name).__module__)
-    result = doctest.testmod(module)
-    assert result.attempted
-    assert not result.failed
+    assert output("-c", code) == "[]\n"
