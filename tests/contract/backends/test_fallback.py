@@ -93,12 +93,8 @@ changed = False
 """Set in this process alone: a forked worker inherits it, a fresh one does not."""
 
 
-class Inherited:
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> bool:
-        return changed
+def inherited(_: int) -> bool:
+    return changed
 
 
 @pytest.mark.forkserver
@@ -114,7 +110,7 @@ def test_a_left_out_backend_follows_the_start_method_of_multiprocessing(
 ) -> None:
     before = multiprocessing.get_start_method(allow_none=True)
     monkeypatch.setitem(globals(), "changed", True)
-    loader: Any = DataLoader(Inherited(), num_workers=1, collate_fn=list)
+    loader: Any = DataLoader(Samples(inherited, 2), num_workers=1, collate_fn=list)
     multiprocessing.set_start_method(method, force=True)
     try:
         assert list(loader) == [[method == "fork"]] * 2

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from support import bare_platform
+from support.failing_datasets import Samples
 from support.platforms import posix
 from support.scripts import Kept, drain
 
@@ -34,16 +35,6 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     without = bare_platform.lacking("without sockets", tmp_path)
     with without if name == "portable" else contextlib.nullcontext():
         yield name
-
-
-class Large:
-    """Samples that go through slots, and a look at the worker from within."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((300_000,), index), inherited()
 
 
 def inherited() -> list[str]:
@@ -116,7 +107,8 @@ def test_nobody_listens_memory_has_no_name_and_programs_of_a_dataset_inherit_not
         return set(seen) - programs - lokys
 
     loader: Any = DataLoader(
-        Large(),  # type: ignore[arg-type]
+        # These go through slots, with a look at the worker from within.
+        Samples(lambda index: (torch.full((300_000,), index), inherited())),
         2,
         num_workers=1 if backend == "spawn" else 2,  # a fresh one takes 2 s to import torch
         backend=backend,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from support.compat import is_ours
-from support.platforms import PACKAGE
+from support.failing_datasets import Samples
+from support.programs import output
 from support.sample_origin import PROCESS, THREAD, OriginDataset, origin_loader, origins
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, get_worker_info
@@ -50,13 +49,6 @@ def test_options_hold_for_all_loaders_that_can_have_them() -> None:
     def fails_at(index: int) -> int:
         return {3: 1 // (index != 3)}.get(index, index)
 
-    class Failing:
-        def __len__(self) -> int:
-            return 6
-
-        def __getitem__(self, index: int) -> int:
-            return fails_at(index)
-
     options: Any = {
         "on_error": Skip(),
         "threads_per_worker": 2,
@@ -64,7 +56,7 @@ def test_options_hold_for_all_loaders_that_can_have_them() -> None:
         "seeding": "sample",
     }
     with install("threads", **options) as installed:
-        loader: Any = TorchLoader(Failing(), 2, num_workers=2)  # type: ignore[arg-type]
+        loader: Any = TorchLoader(Samples(fails_at, 6), 2, num_workers=2)  # type: ignore[arg-type]
         with iter(loader) as iterator:
             assert [b.tolist() for b in iterator] == [[0, 1], [2], [4, 5]]
             assert [lost.index for lost in iterator.skipped] == [3]
@@ -181,12 +173,4 @@ with hybridloader.install("threads", on_error="skip", seeding="sample"):
     print(type(iter(loader)).__name__)
 print(DataLoader._get_iterator.__module__)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "PYTHONPATH": PACKAGE},
-    )
-    assert (done.stderr, done.returncode) == ("", 0)
-    assert done.stdout == "LoaderIterator\ntorch.utils.data.dataloader\n"
+    assert output("-c", code) == "LoaderIterator\ntorch.utils.data.dataloader\n"

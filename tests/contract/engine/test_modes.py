@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.failing_datasets import Samples
 from support.fake_accelerator import FakeAccelerator
 from support.installed_torch import get_default_device
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, Pipeline
 
@@ -88,14 +88,8 @@ if np.lib.NumpyVersion(np.__version__) >= "2.0.0":  # before, it is no context v
     AROUND["numpy.errstate"] = lambda: np.errstate(divide="raise")
 
 
-class Looks(Dataset[Modes]):
-    """Samples that are the modes in which they are made."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Modes:
-        return modes()
+LOOKS: Any = Samples(lambda _: modes())
+"""Samples that are the modes in which they are made."""
 
 
 def look(item: int) -> Modes:
@@ -118,14 +112,14 @@ def as_it_is(samples: list[Any]) -> list[Any]:
 def torchs(workers: int) -> list[Modes]:
     context = "fork" if workers else None
     loader = TorchLoader(
-        Looks(), 4, num_workers=workers, collate_fn=as_it_is, multiprocessing_context=context
+        LOOKS, 4, num_workers=workers, collate_fn=as_it_is, multiprocessing_context=context
     )
     return [found for batch in loader for found in batch]
 
 
 def ours(backend: str, workers: int, **options: Any) -> list[Modes]:
     loader = DataLoader(
-        Looks(), 4, num_workers=workers, backend=backend, collate_fn=as_it_is, **options
+        LOOKS, 4, num_workers=workers, backend=backend, collate_fn=as_it_is, **options
     )
     return [found for batch in loader for found in batch]
 
@@ -187,7 +181,7 @@ def test_workers_that_stay_have_the_modes_in_which_each_epoch_begins(
 ) -> None:
     for first, second in zip(TORCHS, cycle(["none", "no_grad", "several"])):
         loader = DataLoader(
-            Looks(),
+            LOOKS,
             4,
             num_workers=2,
             backend=backend,
@@ -207,7 +201,7 @@ def test_what_a_worker_sets_for_itself_stays() -> None:
         torch.set_grad_enabled(False)
 
     options: dict[str, Any] = {"num_workers": 1, "backend": "threads", "worker_init_fn": init}
-    loader = DataLoader(Looks(), 4, collate_fn=as_it_is, persistent_workers=True, **options)
+    loader = DataLoader(LOOKS, 4, collate_fn=as_it_is, persistent_workers=True, **options)
     for _ in range(2):
         assert {found[1] for batch in loader for found in batch} == {False}
     loader._iterator.close()  # type: ignore[union-attr]
