@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
+from support.failing_datasets import Samples
 from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
@@ -31,22 +31,11 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridloader.engine.feed.TASK_SECONDS", 0.0)  # one item a task
 
 
-class Numbers:
-    def __init__(self, size: int = 200) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Any:
-        return index
-
-
-class Stuck(Numbers):
+class Stuck(Samples):
     """Some samples wait at a gate; tells when a number of others were fetched."""
 
     def __init__(self, stuck: set[int], others: int) -> None:
-        super().__init__(40)
+        super().__init__(int, 40)
         self.stuck, self.others = stuck, others
         self.gate, self.arrived, self.rest = (threading.Event() for _ in range(3))
         self.fetched: list[int] = []
@@ -69,23 +58,45 @@ def lists(loader: Any) -> list[list[int]]:
     return [batch if isinstance(batch, list) else batch.tolist() for batch in loader]
 
 
-def test_all_other_samples_of_the_window_are_fetched_while_one_is_stuck() -> None:
-    dataset = Stuck({13}, 31)
-    iterator = iter(DataLoader(dataset, 4, num_workers=3, backend="threads"))  # type: ignore[arg-type]
-    got = [next(iterator) for _ in range(3)]  # 8 batches were sent by then, or 9
-    assert dataset.arrived.wait(LONG)
-    assert dataset.rest.wait(LONG)
-    dataset.gate.set()
-    assert lists([*got, *iterator]) == [list(range(i, i + 4)) for i in range(0, 40, 4)]
+def batches_of(dataset: Any, size: int, backend: str = "threads", **options: Any) -> Pipeline:
+    sampler = [list(range(i, i + size)) for i in range(0, len(dataset), size)]
+    options = {"num_workers": 3, "prefetch": 8, **options}
+    return Pipeline.from_dataset(dataset, batch_sampler=sampler, backend=backend, **options)
+
+
+def with_another_step(dataset: Any) -> Pipeline:
+    pipe = batches_of(dataset, 4, on_error="skip")
+    return pipe.map(torch.clone, backend="threads", num_workers=3, prefetch=8, on_error="skip")
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),  # 8 batches of a loader were sent after three, or 9
+    [
+        (lambda dataset: DataLoader(dataset, 4, num_workers=3, backend="threads"), 31),
+        (lambda dataset: batches_of(dataset, 4), 39),
+        (with_another_step, 39),
+    ],
+    ids=["loader", "pipeline", "with another step of the stage"],
+)
+def test_all_other_samples_of_the_window_are_fetched_while_one_is_stuck(
+    make: Callable[[Any], Any], most: int
+) -> None:
+    dataset = Stuck({13}, most)
+    with iter(make(dataset)) as iterator:
+        got = [next(iterator) for _ in range(3)]
+        assert dataset.arrived.wait(LONG)
+        assert dataset.rest.wait(LONG), "another worker fetches 14 and 15"
+        dataset.gate.set()
+        assert lists([*got, *iterator]) == [list(range(i, i + 4)) for i in range(0, 40, 4)]
     assert sorted([*dataset.fetched, 13]) == list(range(40))  # each once
 
 
-class Waits(Numbers):
+class Waits(Samples):
     """Each sample of the first batch waits until all four are asked for, and the next three batches wait
     for the first."""
 
     def __init__(self) -> None:
-        super().__init__(40)
+        super().__init__(int, 40)
         self.together, self.gate = threading.Barrier(4), threading.Event()
 
     def __getitem__(self, index: int) -> int:
@@ -98,75 +109,53 @@ class Waits(Numbers):
 
 @pytest.mark.parametrize("form", ["loader", "pipeline"])
 def test_the_first_batch_is_shared(form: str) -> None:
-    dataset = Waits()
-    sampler = [list(range(i, i + 4)) for i in range(0, 40, 4)]
-    where: Any = {"num_workers": 4, "backend": "threads"}
+    dataset: Any = Waits()
     if form == "loader":
-        iterator = iter(DataLoader(dataset, 4, **where))  # type: ignore[arg-type]
+        iterator = iter(DataLoader(dataset, 4, num_workers=4, backend="threads"))
     else:
-        iterator = iter(Pipeline.from_dataset(dataset, batch_sampler=sampler, **where))
+        iterator = iter(batches_of(dataset, 4, num_workers=4))
     first = next(iterator)
     dataset.gate.set()
     assert lists([first, *iterator]) == [list(range(i, i + 4)) for i in range(0, 40, 4)]
 
 
-class Recorded(Numbers):
-    """Tells which threads have fetched samples."""
+@pytest.mark.parametrize("options", [{}, {"seeding": "sample"}, {"on_error": "skip"}])
+def test_batches_are_torchs(options: dict[str, Any]) -> None:
+    fetched: list[int] = []
 
-    def __init__(self, size: int = 200) -> None:
-        super().__init__(size)
-        self.threads: Counter[int] = Counter()
-
-    def __getitem__(self, index: int) -> Any:
+    def sample(index: int) -> Any:
         info = hybridloader.get_worker_info()
         assert info is not None
         assert threading.current_thread().name.endswith(f"-{info.id}")
-        self.threads[info.id] += 1
+        fetched.append(index)
         return index / 7, torch.full((3,), index)
 
-
-@pytest.mark.parametrize("options", [{}, {"seeding": "sample"}, {"on_error": "skip"}])
-def test_batches_are_torchs(options: dict[str, Any]) -> None:
-    dataset: Any = Recorded()
+    dataset: Any = Samples(sample, 200)
     ours = DataLoader(dataset, 7, num_workers=3, backend="threads", **options)
     theirs = list(TorchLoader([(i / 7, torch.full((3,), i)) for i in range(200)], 7))  # type: ignore[arg-type]
     for mine, other in zip(ours, theirs, strict=True):
         assert all(map(torch.equal, mine, other))
-    assert sum(dataset.threads.values()) == 200
-
-
-class Drawing(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        return index, random.random(), float(torch.rand(()))
-
-
-class Mixing:
-    """Collates with a draw."""
-
-    def __call__(self, samples: list[Any]) -> Any:
-        return samples, random.random()
+    assert len(fetched) == 200
 
 
 def test_samples_and_collation_draw_what_they_draw_in_processes() -> None:
     def batches(backend: str) -> list[Any]:
         torch.manual_seed(4)
-        dataset: Any = Drawing(60)
-        options: dict[str, Any] = {"seeding": "sample", "collate_fn": Mixing(), "shuffle": True}
+        dataset: Any = Samples(lambda k: (k, random.random(), float(torch.rand(()))), 60)
+        collate = lambda samples: (samples, random.random())  # noqa: E731
+        options: dict[str, Any] = {"seeding": "sample", "collate_fn": collate, "shuffle": True}
         return list(DataLoader(dataset, 4, num_workers=3, backend=backend, **options))
 
     assert batches("threads") == batches("fork")
 
 
-class Own(Numbers):
-    """Draws from the generators of its worker; some of its samples do not."""
-
-    def __getitem__(self, index: int) -> Any:
-        info: Any = hybridloader.get_worker_info()
-        return info.id, info.rng.random_generator.random()
+def drawn(_: int) -> Any:
+    info: Any = hybridloader.get_worker_info()
+    return info.id, info.rng.random_generator.random()
 
 
 def test_what_draws_from_the_generators_of_its_worker_is_not_shared() -> None:
-    dataset: Any = Own(60)
+    dataset: Any = Samples(drawn, 60)
     loader = DataLoader(
         dataset, 4, num_workers=3, backend="threads", collate_fn=list, seeding="worker"
     )
@@ -177,17 +166,16 @@ def test_what_draws_from_the_generators_of_its_worker_is_not_shared() -> None:
         assert batch == [(worker, generators[worker].random()) for _ in range(4)]
 
 
-class Fragile(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        if index % 20 in (5, 6):
-            raise KeyError(index)
-        if index == 50:
-            raise StopIteration
-        return index
+def fragile(index: int) -> Any:
+    if index % 20 in (5, 6):
+        raise KeyError(index)
+    if index == 50:
+        raise StopIteration
+    return index
 
 
 def test_an_error_is_that_of_the_first_sample_and_costs_one_batch() -> None:
-    dataset: Any = Fragile(60)
+    dataset: Any = Samples(fragile, 60)
     iterator = iter(DataLoader(dataset, 4, num_workers=3, backend="threads"))
     results: list[Any] = []
     for _ in range(15):
@@ -247,34 +235,6 @@ def test_a_timeout_shows_the_thread_that_is_stuck_and_its_sample() -> None:
 # -- batches of a pipeline -------------------------------------------------------------------------
 
 
-def batches_of(dataset: Any, size: int, backend: str = "threads", **options: Any) -> Pipeline:
-    sampler = [list(range(i, i + size)) for i in range(0, len(dataset), size)]
-    options = {"num_workers": 3, "prefetch": 8, **options}
-    return Pipeline.from_dataset(dataset, batch_sampler=sampler, backend=backend, **options)
-
-
-@pytest.mark.parametrize(("options", "later"), [({}, False), ({"on_error": "skip"}, True)])
-def test_all_other_samples_of_a_pipelines_batches_are_fetched_while_one_is_stuck(
-    options: dict[str, Any], later: bool
-) -> None:
-    dataset = Stuck({13}, 39)
-    pipe = batches_of(dataset, 4, **options)
-    if later:  # a step of the same stage
-        pipe = pipe.map(torch.clone, backend="threads", num_workers=3, prefetch=8, **options)
-    with pipe.run() as run:
-        got = [next(run) for _ in range(3)]
-        assert dataset.arrived.wait(LONG)
-        assert dataset.rest.wait(LONG), "another worker fetches 14 and 15"
-        dataset.gate.set()
-        assert lists([*got, *run]) == [list(range(i, i + 4)) for i in range(0, 40, 4)]
-    assert sorted([*dataset.fetched, 13]) == list(range(40))
-
-
-class FragileDraws(Fragile):
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index), random.random()
-
-
 def jittered(batch: Any) -> Any:
     indices, draws = [values.tolist() for values in batch]
     if indices[0] % 12 == 8:
@@ -306,7 +266,7 @@ def test_the_steps_that_follow_a_shared_batch_draw_what_they_draw_in_one_worker(
 ) -> None:
     def later(workers: int) -> Pipeline:
         options = {"num_workers": workers, "seeding": seeding, "on_error": on_error}
-        pipe = batches_of(FragileDraws(60), 4, **options)
+        pipe = batches_of(Samples(lambda k: (fragile(k), random.random()), 60), 4, **options)
         for kind, function in LATER:
             pipe = getattr(pipe, kind)(function, backend="threads", prefetch=8, **options)
         return pipe
@@ -329,24 +289,22 @@ def test_the_steps_that_follow_a_shared_batch_draw_what_they_draw_in_one_worker(
 # -- where tasks stay whole ------------------------------------------------------------------------
 
 
-class Batches(Numbers):
+class Batches(Samples):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [(len(indices), threading.get_ident()) for _ in indices]
 
 
-class Alike(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        return threading.get_ident()
+ALIKE = Samples(lambda _: threading.get_ident(), 200)
 
 
 @pytest.mark.parametrize(
     ("dataset", "backend", "options"),
     [
-        (Batches(), Threads(), {}),
-        (Alike(), Threads(copy_dataset=True), {}),
-        (Alike(), Threads(), {"task_timeout": 60}),
-        (Alike(), Threads(), {"on_worker_death": "restart"}),
-        (Alike(), Threads(), {"num_workers": 1}),
+        (Batches(int, 200), Threads(), {}),
+        (ALIKE, Threads(copy_dataset=True), {}),
+        (ALIKE, Threads(), {"task_timeout": 60}),
+        (ALIKE, Threads(), {"on_worker_death": "restart"}),
+        (ALIKE, Threads(), {"num_workers": 1}),
     ],
 )
 def test_some_tasks_are_done_by_their_worker_alone(
@@ -364,7 +322,7 @@ def broken_in_one(worker: int) -> None:
 
 
 def test_tasks_of_a_worker_whose_init_fn_failed_are_errors() -> None:
-    dataset: Any = Numbers(24)
+    dataset: Any = Samples(int, 24)
     loader = DataLoader(dataset, 4, num_workers=2, backend="threads", worker_init_fn=broken_in_one)
     iterator, found = iter(loader), []
     for _ in range(6):
@@ -375,15 +333,14 @@ def test_tasks_of_a_worker_whose_init_fn_failed_are_errors() -> None:
     assert found == [0, "init", 8, "init", 16, "init"]
 
 
-class Leaving(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        if index == 26:
-            raise SystemExit(3)
-        return index
+def leaving(index: int) -> int:
+    if index == 26:
+        raise SystemExit(3)
+    return index
 
 
 def test_a_worker_that_ends_says_at_which_sample() -> None:
-    dataset: Any = Leaving(80)
+    dataset: Any = Samples(leaving, 80)
     iterator = iter(DataLoader(dataset, 8, num_workers=2, backend="threads"))
     with pytest.raises(WorkerDied, match=r"ended by SystemExit: 3.*It was at sample 2 of .*: 26\."):
         lists(iterator)
