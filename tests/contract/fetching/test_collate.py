@@ -14,6 +14,7 @@ import torch
 import torch.utils.data
 from support import comparison
 from support.comparison import same_tensors
+from support.failing_datasets import Samples
 from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import collate as torchs
 
@@ -29,31 +30,18 @@ class Pair(NamedTuple):
     right: Any
 
 
-class Made(Dataset[Any]):
-    """Samples that a function makes of their index."""
-
-    def __init__(self, make: Callable[[int], Any], length: int = 8) -> None:
-        self.make, self.length = make, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
-
-
 def square(index: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.arange(SIDE * SIDE).reshape(SIDE, SIDE) % 97 + index).to(dtype)
 
 
 def ours(make: Callable[[int], Any], backend: Any, workers: int, **options: Any) -> list[Any]:
-    loader = DataLoader(Made(make), 4, num_workers=workers, backend=backend, **options)
+    loader = DataLoader(Samples(make), 4, num_workers=workers, backend=backend, **options)
     with iter(loader) as batches:
         return list(batches)
 
 
 def torchs_own(make: Callable[[int], Any], **options: Any) -> list[Any]:
-    return list(torch.utils.data.DataLoader(Made(make), 4, **options))
+    return list(torch.utils.data.DataLoader(Samples(make), 4, **options))
 
 
 def same(a: Any, b: Any) -> None:
@@ -255,7 +243,7 @@ def test_samples_of_unequal_shapes_raise_torchs_own_words_and_the_rest_goes_on(
 ) -> None:
     with pytest.raises(RuntimeError) as torchs_words:
         default_collate([unequal(4), unequal(5), unequal(6), unequal(7)])
-    loader = DataLoader(Made(unequal, 12), 4, num_workers=workers, backend=backend)
+    loader = DataLoader(Samples(unequal, 12), 4, num_workers=workers, backend=backend)
     with iter(loader) as batches:
         assert next(batches).shape == (4, SIDE, SIDE)
         with pytest.raises(RuntimeError) as words:
@@ -271,7 +259,7 @@ def test_samples_of_unequal_shapes_raise_torchs_own_words_and_the_rest_goes_on(
 def test_memory_comes_again_when_batches_are_dropped_and_one_that_is_kept_never_changes(
     backend: str, workers: int
 ) -> None:
-    dataset = Made(squares, 160)
+    dataset = Samples(squares, 160)
     loader = DataLoader(dataset, 4, num_workers=workers, backend=backend)
     seen, kept = [], []
     with iter(loader) as batches:
@@ -310,13 +298,18 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("backend", "workers", "dataset", "collate_fn"),
     [
-        ("inline", 0, Made(squares, 160), calls_default_collate),
-        ("threads", 2, Made(squares, 160), calls_default_collate),
-        ("threads", 2, Made(squares, 160), passes_the_map_on),
-        ("fork", 2, Made(squares, 160), passes_a_map_of_its_own),
+        ("inline", 0, Samples(squares, 160), calls_default_collate),
+        ("threads", 2, Samples(squares, 160), calls_default_collate),
+        ("threads", 2, Samples(squares, 160), passes_the_map_on),
+        ("fork", 2, Samples(squares, 160), passes_a_map_of_its_own),
         ("threads", 1, Stream(), None),
         *(
-            ("threads", 1, Made(lambda k, kind=kind: (square(k).as_subclass(kind), k), 160), None)
+            (
+                "threads",
+                1,
+                Samples(lambda k, kind=kind: (square(k).as_subclass(kind), k), 160),
+                None,
+            )
             for kind in (Marked, Tagged, Unwrapped)
         ),
     ],

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from support.failing_datasets import Samples
 
 from hybridloader import DataLoader
 
@@ -16,16 +16,6 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 SIZE = 64 * 1024
 """Elements of a sample: as bytes, more than travels outside of slots."""
-
-
-class Filled(Dataset[torch.Tensor]):
-    """Samples that are full of their number."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((SIZE,), index, dtype=torch.uint8)
 
 
 def forked_when_told(act: Callable[[], bool]) -> tuple[int, int]:
@@ -48,7 +38,8 @@ def forked_when_told(act: Callable[[], bool]) -> tuple[int, int]:
 @pytest.mark.parametrize("backend", ["fork", "shared-memory"])
 def test_a_batch_that_a_fork_keeps_stays_as_it_is(backend: str) -> None:
     """The slots of a worker are filled again as soon as nobody *here* has a batch."""
-    batches = iter(DataLoader(Filled(), num_workers=1, backend=backend))
+    filled = Samples(lambda index: torch.full((SIZE,), index, dtype=torch.uint8), 64)
+    batches = iter(DataLoader(filled, num_workers=1, backend=backend))  # type: ignore[arg-type]
     batch = next(batches)
     places = {batch.data_ptr()}
     # By numpy, since torch's own threads are not there in a fork.

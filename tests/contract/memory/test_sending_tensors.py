@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.failing_datasets import Samples
 from torch.utils.data import Dataset
 
 from hybridloader import DataLoader, Threads
@@ -30,14 +31,6 @@ def _sparse() -> list[torch.Tensor]:
         eye.to_sparse_bsr((2, 2)),
         eye.to_sparse_bsc((2, 2)),
     ]
-
-
-class Sparse(Dataset[Any]):
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return _sparse()[index].requires_grad_()
 
 
 class AllKinds(Dataset[Any]):
@@ -105,7 +98,8 @@ def test_tensors_keep_layout_type_grad_and_what_they_share(backend: str | Backen
 @pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta")
 def test_sparse_results_keep_their_layout_and_are_kept_by_nobody() -> None:
     """torch 2.13 keeps each that is loaded from a pickle, until something calls `torch.load`."""
-    loader = DataLoader(Sparse(), batch_size=None, num_workers=1, backend="fork")
+    sparse: Any = Samples(lambda index: _sparse()[index].requires_grad_(), 6)
+    loader = DataLoader(sparse, batch_size=None, num_workers=1, backend="fork")
     kept = weakref.WeakSet[torch.Tensor]()
     for found, sent in zip(loader, _sparse(), strict=True):
         assert found.layout is sent.layout
