@@ -9,26 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support.failing_datasets import text_of
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from hybridloader import DataLoader
 from hybridloader.errors import StateError
 from hybridloader.sampling import ShuffleSampler
 
 LENGTH, BATCH = 20, 4
-
-
-class Silent(Dataset[int]):
-    """Dataset that shows whether a worker has started."""
-
-    def __init__(self, length: int = LENGTH) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Stream(IterableDataset[int]):
@@ -41,7 +28,7 @@ def started(worker: int) -> None:
 
 
 def make(**options: Any) -> DataLoader:
-    options = {"dataset": Silent(), "batch_size": BATCH, **options}
+    options = {"dataset": range(LENGTH), "batch_size": BATCH, **options}
     return DataLoader(**options)
 
 
@@ -82,7 +69,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "version": (lambda: edited(f"{OWN}/version", 2), {}, "version is 2 in the state.* reads 1"),
     "cut off": (lambda: without("_base_seed"), {}, "lacks _base_seed: was it truncated"),
     "cut off within": (lambda: without(f"{OWN}/steps"), {}, "lacks steps: was it truncated"),
-    "length": (state, {"dataset": Silent(21)}, "length is 20 in the state and 21"),
+    "length": (state, {"dataset": range(21)}, "length is 20 in the state and 21"),
     "batch size": (state, {"batch_size": 5}, "batch_size is 4 in the state and 5"),
     "drop_last": (state, {"drop_last": True}, "drop_last is False in the state and True"),
     "shuffle": (
@@ -154,14 +141,14 @@ def with_(sampler: Callable[[], Any]) -> dict[str, Any]:
 
 
 def shrunk() -> Shrinking:
-    sampler = Shrinking(Silent())
+    sampler = Shrinking(range(LENGTH))
     sampler.left = 4
     return sampler
 
 
 LATE: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "a sampler that shrank": (
-        lambda: Shrinking(Silent()),
+        lambda: Shrinking(range(LENGTH)),
         shrunk,
         "_sampler_iter_yielded is 2 in the state, and BatchSampler has only 1",
     ),
@@ -171,8 +158,8 @@ LATE: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         "seed is 1 in the state and 2 in this ShuffleSampler",
     ),
     "a generator that is missing": (
-        lambda: RandomSampler(Silent(), generator=torch.Generator()),
-        lambda: RandomSampler(Silent()),
+        lambda: RandomSampler(range(LENGTH), generator=torch.Generator()),
+        lambda: RandomSampler(range(LENGTH)),
         "generator 'sampler', and this loader draws from default",
     ),
 }
@@ -247,8 +234,8 @@ class PickySampler(SequentialSampler):
 
 
 def test_what_a_sampler_raises_names_it() -> None:
-    loader = make(sampler=PickySampler(Silent()))
-    loader.load_state_dict(state(1, sampler=PickySampler(Silent())))
+    loader = make(sampler=PickySampler(range(LENGTH)))
+    loader.load_state_dict(state(1, sampler=PickySampler(range(LENGTH))))
     with pytest.raises(
         StateError, match=r"\(PickySampler\).*KeyError: 'level'; load the state into"
     ):

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.failing_datasets import Samples
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import IterableDataset, RandomSampler, Sampler
 
 from hybridloader import DataLoader, StatefulDataLoader
 from hybridloader.sampling import ShuffleSampler
@@ -43,19 +44,8 @@ WORKERS = [
 ]
 
 
-class Indices(Dataset[int]):
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Draws(Indices):
-    """Samples that are random numbers."""
-
-    def __getitem__(self, index: int) -> int:
-        return int(torch.randint(1 << 40, ()))
+INDICES = range(SAMPLES)
+DRAWS = Samples(lambda _: int(torch.randint(1 << 40, ())), SAMPLES)
 
 
 class Shard(IterableDataset[int]):
@@ -83,15 +73,14 @@ def as_it_is(value: Any) -> Any:
 def arguments(kind: str) -> dict[str, Any]:
     """Return the arguments of one kind of loader, with new generators."""
     generator = torch.Generator().manual_seed(0)
-    data = Indices()
     if kind == "single samples":
         return {"batch_size": None, "sampler": Early(generator), "generator": generator}
     if kind == "a sampler that draws early":
         return {"sampler": Early(generator), "generator": generator}
     if kind == "a generator of the sampler":
-        return {"sampler": RandomSampler(data, generator=torch.Generator().manual_seed(1))}
+        return {"sampler": RandomSampler(INDICES, generator=torch.Generator().manual_seed(1))}
     if kind == "with replacement":
-        sampler = RandomSampler(data, replacement=True, generator=generator)
+        sampler = RandomSampler(INDICES, replacement=True, generator=generator)
         return {"sampler": sampler, "generator": generator}
     if kind == "the default generator":
         return {"shuffle": True}
@@ -100,7 +89,7 @@ def arguments(kind: str) -> dict[str, Any]:
     if kind == "a sampler of ours":
         return {"sampler": ShuffleSampler(SAMPLES, seed=3), "generator": generator}
     if kind == "samples that draw":
-        return {"dataset": Draws(), "shuffle": True, "seeding": "sample", "generator": generator}
+        return {"dataset": DRAWS, "shuffle": True, "seeding": "sample", "generator": generator}
     if kind == "shards that draw":
         return {"dataset": Shard(), "seeding": "sample", "generator": generator}
     assert kind == "shuffle"
@@ -123,7 +112,7 @@ KINDS = (
 
 def loader_of(cls: Any, kind: str, workers: Workers) -> Any:
     number, stay = workers
-    given = {"dataset": Indices(), "batch_size": 4, "collate_fn": as_it_is, **arguments(kind)}
+    given = {"dataset": INDICES, "batch_size": 4, "collate_fn": as_it_is, **arguments(kind)}
     if cls is not TorchLoader and number:
         given["backend"] = "threads"
     return cls(num_workers=number, persistent_workers=stay, **given)
