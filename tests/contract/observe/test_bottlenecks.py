@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.utils.data
+from support.failing_datasets import Samples
 from support.fake_accelerator import FakeAccelerator
 
 from hybridloader import DataLoader, Pipeline, get_worker_info
@@ -49,11 +49,6 @@ def quick(item: Any) -> Any:
     return item
 
 
-def dear(item: int) -> Any:
-    # numpy's scalars: without the GIL (3.13t), 20,000 lists take 5.8 ms to make and 1.3 ms to pickle.
-    return list(numpy.arange(item, item + 20_000))
-
-
 async def awaiting(item: int) -> int:
     await asyncio.sleep(NAP)
     return item
@@ -74,19 +69,6 @@ def slowly() -> Iterator[tuple[Any, int]]:
     for item in range(60):
         time.sleep(NAP)
         yield info and info.id, item
-
-
-class Work:
-    """Samples that a function makes of their indices."""
-
-    def __init__(self, function: Callable[[int], Any] = quick, length: int = 60) -> None:
-        self.function, self.length = function, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return self.function(index)
 
 
 class SlowSampler(torch.utils.data.Sampler[int]):
@@ -138,7 +120,6 @@ def joined(pipe: Pipeline, other: Pipeline) -> Stats:
     return run_of(Pipeline.zip(pipe.map(quick, **place), other.map(sleeping, **place)))
 
 
-LARGE = torch.ones(32 << 20, dtype=torch.uint8)
 WAITS = ("stage", "waits")
 ROWS: dict[str, tuple[Callable[[], Stats], tuple[str, str | None], str, str]] = {
     "the first of two steps": (
@@ -167,34 +148,16 @@ ROWS: dict[str, tuple[Callable[[], Stats], tuple[str, str | None], str, str]] = 
         *(("stage", "blocks-loop"), "map(blocking)", "await that"),
     ),
     "a dataset that waits": (
-        lambda: loaded(Work(sleeping), **FORK),
+        lambda: loaded(Samples(sleeping, 60), **FORK),
         *(WAITS, "DataLoader", "num_workers="),
     ),
     "a slow sampler": (
-        lambda: loaded(Work(), sampler=SlowSampler(), **THREADS),
+        lambda: loaded(Samples(quick, 60), sampler=SlowSampler(), **THREADS),
         *(("source", None), "sampler", ""),
     ),
     "a worker without data": (
         lambda: loaded(OneReader(), 2, **FORK),
         *(WAITS, "DataLoader", "will not help"),
-    ),
-}
-QUIET: dict[str, tuple[Callable[[], Stats], tuple[str, str | None], str, str]] = {
-    "results of a step that are dear to send": (
-        lambda: run_of(FEW.map(dear, **FORK)),
-        *(("stage", "transport"), "map(dear)", ""),
-    ),
-    "results of a dataset that are dear to send": (
-        lambda: loaded(Work(dear, 20), **FORK),
-        *(("stage", "transport"), "DataLoader", "Return"),
-    ),
-    "tensors": (
-        lambda: loaded(Work(lambda index: LARGE, 40), None, **FORK),
-        *(("stage", "transport"), "DataLoader", "tensors or arrays already"),
-    ),
-    "a loop that takes its time": (
-        lambda: loaded(Work(), 1, 2 * NAP, **FORK),
-        *(("loop", None), "", "training step"),
     ),
 }
 
@@ -212,12 +175,6 @@ def check(row: Any) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_whoever_sleeps_is_named(name: str) -> None:
     check(ROWS[name])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", QUIET)
-def test_on_a_quiet_machine_what_takes_longest_is_named(name: str) -> None:
-    check(QUIET[name])
 
 
 def test_turns_of_an_event_loop_are_those_of_its_coroutines() -> None:
@@ -238,7 +195,7 @@ def test_a_file_that_workers_open_with_their_first_sample_is_their_start(
 ) -> None:
     """Once the prefetch is full loading keeps up, yet most of the time was waited for."""
     opened = PerWorker(lambda: time.sleep(200 * NAP))
-    data: Any = Work(lambda index: (opened(), sleeping(index))[1])
+    data: Any = Samples(lambda index: (opened(), sleeping(index))[1], 60)
     loader = DataLoader(data, observe=True, **options)
     for _ in loader:
         time.sleep(NAP)
@@ -256,7 +213,7 @@ def test_a_file_that_workers_open_with_their_first_sample_is_their_start(
 @pytest.mark.parametrize("backend", ["inline", "threads"])
 def test_a_slow_copy_to_a_device_is_named(backend: str) -> None:
     """The thread that pins has a row, the last before the loop, in each epoch its own."""
-    data: Any = Work(lambda index: torch.ones(2))
+    data: Any = Samples(lambda index: torch.ones(2), 60)
     loader = DataLoader(
         data,
         2,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.failing_datasets import Samples
 
 from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip
 from hybridloader.observe import Stats
@@ -16,20 +17,11 @@ THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 PROCESSES: dict[str, Any] = {"backend": "fork", "num_workers": 2}
 
 
-class Flaky:
-    """Samples of which every tenth fails, always."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> int:
-        if index % 10 == 3:
-            raise ValueError(index)
-        return index
-
-
 def flaky(item: int) -> int:
-    return Flaky()[item]
+    """Fails for every tenth, always."""
+    if item % 10 == 3:
+        raise ValueError(item)
+    return item
 
 
 def faults_of(stats: Stats) -> dict[str, tuple[int, ...]]:
@@ -49,7 +41,7 @@ POLICIES: list[tuple[Any, tuple[int, ...]]] = [
 def test_loaders_and_runs_count_the_same(
     where: dict[str, Any], policy: Any, wanted: tuple[int, ...]
 ) -> None:
-    loader = DataLoader(Flaky(), 4, on_error=policy, observe=True, **where)  # type: ignore[arg-type]
+    loader = DataLoader(Samples(flaky, 40), 4, on_error=policy, observe=True, **where)  # type: ignore[arg-type]
     list(loader)
     assert faults_of(loader.stats()) == {"DataLoader": wanted}
     pipe = Pipeline.from_iterable(range(40)).map(flaky, on_error=policy, **where).batch(4)
