@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.failing_datasets import Samples
 from support.platforms import needs_fork
 
 from hybridloader import Pipeline, Replace, RestartPolicy, Retry, Skip, TooManyErrors
@@ -140,25 +141,20 @@ def test_what_is_passed_on_unopened_counts_as_attempted() -> None:
 # -- batches by a sampler --------------------------------------------------------------------------
 
 
-class Tens:
-    def __len__(self) -> int:
-        return 30
-
-    def __getitem__(self, index: int) -> int:
-        return tenfold(index)
+TENS = Samples(tenfold, 30)
 
 
 @PLACES
 def test_a_batch_of_a_batch_sampler_comes_short(where: dict[str, Any]) -> None:
     lists = [[1, 2, 3], [4, 5, 6], [10, 17], [10, 11]]
     pipe = Pipeline.from_dataset(
-        Tens(), batch_sampler=lists, collate_fn=tuple, on_error="skip", **where
+        TENS, batch_sampler=lists, collate_fn=tuple, on_error="skip", **where
     )
     found, skipped = results(pipe.map(len, on_error="skip", **where))
     assert found == [2, 3, 1]
     assert [index for index, *_ in skipped] == [3, 10, 17, 10]
     swapped = Pipeline.from_dataset(
-        Tens(), batch_sampler=lists[:2], collate_fn=list, on_error=Replace(swap), **where
+        TENS, batch_sampler=lists[:2], collate_fn=list, on_error=Replace(swap), **where
     )
     assert results(swapped)[0] == [[10, 20, ("swapped", 3, "ValueError")], [40, 50, 60]]
 

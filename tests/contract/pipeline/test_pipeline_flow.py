@@ -257,16 +257,8 @@ def test_task_sizes_of_quick_work_grow_by_two_at_most_to_a_limit() -> None:
 @pytest.mark.parametrize(("item", "made"), [(1 << 20, 1), (1, 1 << 22)])
 def test_tasks_of_large_items_or_results_are_small(item: int, made: int) -> None:
     """In bytes: no task has more than 4 MiB, or it has a single item."""
-
-    class Blobs:
-        def __len__(self) -> int:
-            return 40
-
-        def __getitem__(self, index: int) -> bytes:
-            return bytes(item)
-
-    backend = Weighing()
-    pipe = Pipeline.from_dataset(Blobs()).map(lambda _: bytes(made), backend=backend, num_workers=1)
+    backend, blobs = Weighing(), [bytes(item)] * 40
+    pipe = Pipeline.from_dataset(blobs).map(lambda _: bytes(made), backend=backend, num_workers=1)
     assert len(list(pipe)) == sum(backend.sizes) == 40
     fitting = max(1, MOST_BYTES // (max(item, made) + 33))  # an object of bytes has 33 more
     # The bytes of results are known when the first has come; two tasks are in flight.
