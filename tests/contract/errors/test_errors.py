@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from support.failing_datasets import (
     ALL,
     Samples,
@@ -22,7 +21,7 @@ from support.failing_datasets import (
     start,
     text_of,
 )
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 # -- what a worker raises ------------------------------------------------------------------------
 
@@ -183,68 +182,6 @@ def test_what_can_not_be_sent_as_it_is_is_told(backend: str) -> None:
     assert "direct cause" in text_of(caused)
     (failed,) = outcomes(iter(load(Samples(fail_on_third, 4), backend, batch_size=4)))
     assert failed.__notes__[0] == "The dataset was asked for index 2."
-
-
-# -- the iterator goes on ------------------------------------------------------------------------
-
-
-class Shards(IterableDataset[int]):
-    """Each worker's shard fails at its third item; a generator is over then, an object goes on."""
-
-    def __init__(self, generator: bool) -> None:
-        self.generator = generator
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        first = 0 if info is None else 10 * info.id
-        return self._generate(first) if self.generator else _Fragile(first)
-
-    @staticmethod
-    def _generate(first: int) -> Iterator[int]:
-        yield from (first, first + 1)
-        raise ArithmeticError("third")
-
-
-class _Fragile(Iterator[int]):
-    def __init__(self, first: int) -> None:
-        self.first, self.count = first, 0
-
-    def __next__(self) -> int:
-        self.count += 1
-        if self.count == 3:
-            raise ArithmeticError("third")
-        if self.count > 5:
-            raise StopIteration
-        return self.first + self.count
-
-
-DATASETS: dict[str, Callable[[], Any]] = {
-    "map": lambda: Samples(fail_on_third, 9),
-    "generator": lambda: Shards(generator=True),
-    "iterator": lambda: Shards(generator=False),
-}
-
-
-WORKERS = [(None, 0), ("threads", 2), ("fork", 2)]
-
-
-@pytest.mark.parametrize(
-    ("backend", "workers", "dataset"),
-    [
-        pytest.param("spawn", 2, "map", marks=pytest.mark.full),
-        *((*workers, dataset) for workers in WORKERS for dataset in DATASETS),
-    ],
-)
-def test_after_an_error_the_same_batches_come_as_with_torchs_loader(
-    backend: str | None, workers: int, dataset: str
-) -> None:
-    theirs = torch.utils.data.DataLoader(
-        DATASETS[dataset](), batch_size=2, num_workers=workers, collate_fn=list
-    )
-    wanted = kinds(outcomes(iter(theirs)))
-    assert ArithmeticError in wanted
-    loader = load(DATASETS[dataset](), backend, workers=workers, batch_size=2)
-    assert kinds(outcomes(iter(loader))) == wanted
 
 
 # -- errors outside of the samples ---------------------------------------------------------------

@@ -32,15 +32,6 @@ class Fails:
         return eval, ("1 / 0",)
 
 
-class NeedsThree(Exception):
-    def __init__(self, a: int, b: int, c: int) -> None:
-        super().__init__("three")
-
-
-def stop(_: Any) -> Any:
-    raise StopIteration("enough")
-
-
 def first(batch: list[Any]) -> Any:
     return batch[0]
 
@@ -56,32 +47,16 @@ LATE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "index too high": ({"sampler": [9]}, IndexError, "out of range"),
     "empty batch": ({"batch_sampler": [[]]}, IndexError, "out of range"),
     "batch is int": ({"batch_sampler": [3]}, TypeError, "'int' object is not iterable"),
-    "collate stops": ({"collate_fn": stop}, RuntimeError, "raised StopIteration"),
-    "sample stops": ({"dataset": Bytes(stop)}, RuntimeError, "raised StopIteration"),
-    "no arguments kept": ({"dataset": Bytes(raising(NeedsThree(1, 2, 3)))}, NeedsThree, "three"),
-    "init raises": ({"worker_init_fn": raising(OSError("no GPU"))}, OSError, "no GPU"),
 }
 
 
 PROCESSES_ONLY: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "result deep": ({"dataset": Bytes(lambda i: nested(50_000))}, ResultPicklingError, "recursion"),
-    "result generator": (
-        {"dataset": Bytes(lambda i: (x for x in "ab"))},
-        ResultPicklingError,
-        "generator",
-    ),
-    "result fails here": ({"dataset": Bytes(lambda i: Fails())}, ZeroDivisionError, "division"),
     "index fails there": ({"sampler": [Fails()]}, ZeroDivisionError, "division by zero"),
     "index among others": ({"batch_sampler": [[0, Fails()]]}, ZeroDivisionError, "division"),
     "index lock": ({"sampler": [threading.Lock()]}, ResultPicklingError, "a task of type"),
     "index deep": ({"sampler": [nested(50_000)]}, ResultPicklingError, "a task of type"),
     "init exits": ({"worker_init_fn": raising(SystemExit(3))}, WorkerDied, "exited with code 3"),  # type: ignore[arg-type]
-    "error of three": ({"dataset": Bytes(raising(NeedsThree(1, 2, 3)))}, NeedsThree, "three"),
-    "error of a lock": (
-        {"dataset": Bytes(raising(ValueError(threading.Lock())))},
-        ValueError,
-        "unlocked _thread.lock",
-    ),
 }
 
 
