@@ -290,16 +290,3 @@ def test_a_batch_that_the_sampler_left_empty_is_no_failed_one() -> None:
         Patterned([True, False]), batch_sampler=[[], [1], [0]], collate_fn=tuple, on_error=Skip(1)
     )
     assert list(loader) == [(), (0,)]
-
-
-def test_samples_that_do_not_fit_together_are_listed() -> None:
-    def collate(samples: list[int]) -> Any:
-        if 2 in samples:
-            raise ValueError("odd one")
-        return tuple(samples)
-
-    loader, batches = batches_of(
-        [True, False, True, False, False, True], batch_size=2, collate_fn=collate
-    )
-    assert list(batches) == [(0,), (5,)]
-    assert [record.index for record in loader.skipped] == [1, 2, 3, 4]

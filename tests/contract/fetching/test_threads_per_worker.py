@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +15,7 @@ import pytest
 import torch
 from support.comparison import same
 from support.forking import in_a_fork
+from support.programs import python
 from support.references import merge_references
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, StackDataset, Subset, TensorDataset
@@ -25,7 +23,6 @@ from torch.utils.data import get_worker_info as imported_earlier
 
 import hybridloader
 from hybridloader import DataLoader, Threads
-from hybridloader.testing import Gate
 
 LONG = 60.0
 """Seconds after which a test gives up; never reached when all is well."""
@@ -164,31 +161,6 @@ def test_an_error_names_the_sample_and_costs_one_batch(backend: str | None, work
     assert isinstance(errors[1].__cause__, StopIteration) or "StopIteration" in str(errors[1])
 
 
-class Stuck(Samples):
-    def __init__(self, gate: Gate) -> None:
-        self.gate = gate
-
-    def __getitem__(self, index: int) -> int:
-        self.gate.arrive()
-        return index
-
-
-@pytest.mark.parametrize(
-    "backend", ["threads", "fork", pytest.param("spawn", marks=pytest.mark.full)]
-)
-def test_closing_while_samples_are_stuck_leaves_nothing(backend: str, tmp_path: Path) -> None:
-    gate, before = Gate(tmp_path), set(threading.enumerate())
-    iterator: Any = iter(
-        DataLoader(Stuck(gate), 21, num_workers=1, backend=backend, threads_per_worker=4)
-    )
-    gate.await_arrivals(4)
-    iterator.close()
-    gate.open()  # for threads, which can't be killed
-    for thread in set(threading.enumerate()) - before:
-        thread.join(LONG)
-    assert len(list(tmp_path.glob("arrived-*"))) == 4  # and no other sample was begun
-
-
 @pytest.mark.parametrize(("backend", "workers"), [("inline", 0), ("inline", 2), ("threads", 2)])
 def test_letting_an_iterator_go_ends_its_threads(backend: str, workers: int) -> None:
     before = fanout_threads()
@@ -309,8 +281,8 @@ def test_a_sample_that_is_stuck_holds_up_neither_an_interrupt_nor_the_exit_of_py
         except KeyboardInterrupt:
             raise SystemExit(7)
     """
-    done = subprocess.run([sys.executable, "-c", code], timeout=LONG, capture_output=True)
-    assert (done.returncode, done.stdout, done.stderr) == (7, b"", b"")
+    done = python("-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
 
 
 # -- where there is nothing to share out -----------------------------------------------------------
