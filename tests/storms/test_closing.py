@@ -98,26 +98,6 @@ def test_a_close_from_another_thread_ends_the_wait(
     assert [type(item) for item in found] == [IteratorClosed]
 
 
-@pytest.mark.parametrize(("persistent", "exhausted"), [(False, False), (True, True)])
-@pytest.mark.parametrize("backend", WAITING)
-def test_dropping_the_iterator_ends_its_workers(
-    backend: str, persistent: bool, exhausted: bool
-) -> None:
-    loader = load(Samples(int, 3), backend, persistent_workers=persistent)
-    iterator = start(loader)
-    workers = list(iterator._workers)
-    assert next(iterator) == [0]
-    if exhausted:
-        assert len(list(iterator)) == 2
-        assert workers[0].is_alive() is persistent
-    gc.disable()  # the last reference must do, not the collector
-    try:
-        del iterator, loader
-        assert not any(worker.is_alive() for worker in workers)
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("backend", WAITING)
 def test_an_error_does_not_keep_the_iterator_alive(backend: str) -> None:
     gc.disable()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.compat import Noted, Numbers, flat, quick
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hybridloader import DataLoader
@@ -207,24 +207,3 @@ def test_r24_a_break_drains_nothing(backend: str, persistent: bool) -> None:
         assert int(next(iter(loader))) == 0
     loader._iterator = None
     assert 1 <= int(dataset.fetched.sum()) <= 1 + window
-
-
-class Unsized(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
-class Sized(Unsized):
-    def __len__(self) -> int:
-        return 3
-
-
-def test_r23_more_samples_than_the_length_said_are_warned_of_as_by_torch() -> None:
-    class Liar(Sized):
-        def __len__(self) -> int:
-            return 2
-
-    loader = DataLoader(Liar(), num_workers=1, backend="threads")
-    assert len(loader) == 2
-    with pytest.warns(UserWarning, match="Length of IterableDataset"):
-        assert flat(loader) == [0, 1, 2]
