@@ -43,21 +43,6 @@ def main() -> str:
 # -- what comes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("backend", "dataset"), [("threads", Stream(10)), ("fork", Rows(10)), ("inline", Rows(10))]
-)
-def test_batches_come_on_the_device_in_the_order_that_they_have_without(
-    backend: str, dataset: Any
-) -> None:
-    fake = FakeAccelerator()
-    options: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "backend": backend}
-    wanted = [first_of(batch) for batch in DataLoader(dataset, **options)]
-    batches = list(DataLoader(dataset, device=fake, **options))
-    assert all(fake.holds(batch) for batch in batches)
-    fake.run()
-    assert [first_of(batch) for batch in batches] == wanted
-
-
 @pytest.mark.filterwarnings(NO_ACCELERATOR)
 @pytest.mark.parametrize(
     ("moves", "options"),

@@ -14,19 +14,12 @@ from support.pinning_datasets import Counting, Pinnable, first_of, on_backends
 
 from hybridloader import Pipeline
 
-OWN = 256 << 10
-"""Bytes from which on a buffer has a slot of its own."""
-
 TO_THREAD = "hybridloader-to"
 PIN_THREAD = "hybridloader-pin_memory"
 
 
 def row(number: int, size: int = 4) -> torch.Tensor:
     return torch.full((size,), number, dtype=torch.int32)
-
-
-def large(number: int) -> torch.Tensor:
-    return row(number, OWN // 4)
 
 
 def rows(count: int = 12, **where: Any) -> Pipeline:
@@ -54,25 +47,6 @@ def test_batches_come_on_the_device_copied_by_one_thread_and_taken_by_the_caller
     assert set(fake.movers) == {TO_THREAD}
     assert set(fake.takers) == {threading.current_thread().name}
     assert TO_THREAD in fake.entries
-
-
-@on_backends
-def test_slots_that_the_device_has_yet_to_read_are_not_filled_by_a_pipeline(backend: str) -> None:
-    fake = Counting()
-    pipe = (
-        Pipeline.from_dataset(range(40))
-        .map(large, backend=backend, num_workers=2)
-        .batch(2)
-        .to(fake)
-    )
-    seen: list[torch.Tensor] = []
-    for number, batch in enumerate(pipe):
-        fake.launch(lambda batch=batch: seen.append(batch[:, ::1024].clone()))
-        del batch
-        if number == 5:
-            fake.run()
-    fake.run()
-    assert [first_of(batch) for batch in seen] == batches_of(2, 40)
 
 
 def test_what_was_pinned_may_go_on_to_other_workers_and_be_repeated() -> None:
@@ -116,15 +90,6 @@ def test_what_fails_comes_in_its_place_and_says_where() -> None:
             "In stage \"pin_memory(device=FakeAccelerator('fake:3'))\", at item 2 of this epoch."
         )
         assert found[2].__notes__ == [where]
-
-
-def test_the_death_of_the_thread_is_noticed_at_once() -> None:
-    pipe = Pipeline.from_dataset(range(3)).map(lambda k: Pinnable(k, SystemExit(k) if k else None))
-    run = iter(pipe.pin_memory(FakeAccelerator()))
-    assert next(run).number == 0
-    with pytest.raises(SystemExit):
-        next(run)
-    run.close()
 
 
 # -- what can't be ---------------------------------------------------------------------------------
