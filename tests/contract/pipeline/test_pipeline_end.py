@@ -6,7 +6,6 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -159,18 +158,6 @@ def test_close_while_workers_start(gate: Gate) -> None:
     pipe = Pipeline.from_dataset(range(9)).map(abs, **where)
     with pipe.batch(2).map(abs, **where).run():
         gate.await_arrivals(4)
-
-
-def test_close_twice_and_from_two_threads_at_once(gate: Gate) -> None:
-    run = iter(stick_in_the_middle(gate, "threads"))
-    gate.await_arrivals()
-    together = threading.Barrier(2)
-    with ThreadPoolExecutor(2) as threads:
-        for _ in range(2):
-            threads.submit(lambda: (together.wait(30), run.close()))
-    run.close()
-    with pytest.raises(IteratorClosed):
-        run.__enter__()
 
 
 # -- loops -----------------------------------------------------------------------------------------
