@@ -160,21 +160,6 @@ def test_readers_go_on_at_every_place(
         assert reads <= len(whole) - min(len(whole), sum(stops)) + 3 * 32
 
 
-@pytest.mark.parametrize("backend", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
-def test_readers_in_processes_go_on(backend: str) -> None:
-    def make() -> Pipeline:
-        return Pipeline.from_iterable(
-            Source([30, 5, 20], StatefulPart), backend=backend, num_workers=3
-        )
-
-    with make().run() as run:
-        events(run, 25)
-        state, rest = saved(run), events(run)
-    assert state["marks"][":0-0"]["value"]["readers"][1] == [5, True, 5, None]
-    with make().run(state=state) as run:
-        assert events(run) == rest
-
-
 class Refusing(StatefulPart):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise KeyError("at")
