@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
-import signal
 from collections.abc import Callable, Iterator
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,14 +139,6 @@ def test_the_items_are_the_same_wherever_they_are_made(
     assert digest(begun) == digest(expected[-len(begun) :])
 
 
-@pytest.mark.full
-def test_and_on_fresh_processes() -> None:
-    """Two steps of five, which are fused: a fresh process takes 2 s to import this module."""
-    fresh = {"backend": "spawn", "num_workers": 1}
-    found = run(pipeline(FIVE, INLINE, fresh, fresh, INLINE, INLINE))
-    assert digest(found) == digest(run(pipeline(FIVE, INLINE)))
-
-
 def test_epochs_seeds_steps_branches_and_items_differ() -> None:
     two = pipeline([*AGAIN, *AGAIN], INLINE)
     found = run(two) + run(two, 1, 8)
@@ -185,15 +174,6 @@ def test_readers_that_start_in_a_later_epoch_draw_its_numbers(backend: str) -> N
         assert digest(begun + list(pipe.run(state=state))) == epochs[2]
 
 
-def test_readers_on_threads_draw_other_numbers_in_each_epoch_by_default() -> None:
-    def draws() -> Iterator[float]:
-        yield from (random.random() for _ in range(5))
-
-    pipe = Pipeline.from_iterable(draws, backend="threads", num_workers=2)
-    epochs = [sorted(pipe.run(epoch=number, seed=5)) for number in range(3)]
-    assert len({item for items in epochs for item in items}) == 3 * 2 * 5
-
-
 def fails(item: int) -> int:
     if item % 4 == 1:
         raise ArithmeticError(f"no {item}")
@@ -211,32 +191,6 @@ def test_nor_do_errors_before_the_place_change_that(where: Any, stop: int) -> No
         state, rest = saved(first), events(first)
     with pipe.run(state=state) as second:
         assert digest(events(second)) == digest(rest)
-
-
-class Deadly:
-    """Kills its process once, at item 21."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __call__(self, item: int) -> Any:
-        if item == 21 and not self.marker.exists():
-            random.random()
-            self.marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return item, drawn()
-
-
-def test_a_worker_that_was_replaced_draws_the_same(tmp_path: Path) -> None:
-    def made(marker: Path, **where: Any) -> list[Any]:
-        pipe = Pipeline.from_dataset(range(60)).map(Deadly(marker), seeding="sample", **where)
-        return run(pipe.map(add_again, seeding="sample", **where), 2)
-
-    untouched = tmp_path / "untouched"
-    untouched.touch()
-    found = made(tmp_path / "died", **fork(on_worker_death="restart"))
-    assert (tmp_path / "died").exists()
-    assert digest(found) == digest(made(untouched))
 
 
 def test_a_seed_of_its_own_makes_a_step_apart_from_the_run() -> None:
