@@ -225,12 +225,6 @@ def loaders_come_and_go() -> None:
     at_once(*(functools.partial(use, number) for number in range(THREADS)))
 
 
-def many_workers_keep_the_order() -> None:
-    data: Any = range(400)
-    loader = DataLoader(data, 4, num_workers=THREADS, backend="threads", collate_fn=list)
-    assert [n for batch in loader for n in batch] == [*data]
-
-
 def relays_pass_all_items() -> None:
     pipe = (
         Pipeline.from_iterable(range(200))
@@ -252,7 +246,6 @@ STRESSES = [
     a_handle_that_arrives_twice_is_one,
     ends_of_workers_are_kept_apart,
     loaders_come_and_go,
-    many_workers_keep_the_order,
     relays_pass_all_items,
 ]
 

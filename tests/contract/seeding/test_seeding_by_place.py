@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.failing_datasets import Samples
 from support.platforms import needs_fork
 from support.ways_to_draw import WAYS
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from hybridloader import DataLoader, Pipeline, rng
+from hybridloader import DataLoader, Pipeline
 
 LENGTH = 12
 
@@ -123,15 +124,6 @@ def test_worker_on_threads_is_torch_bit_for_bit(workers: int, init: Any) -> None
     assert per_worker(loader(seeding="worker", workers=workers, worker_init_fn=init)) == wanted
 
 
-def test_rng_needs_seeding_by_sample_on_every_backend() -> None:
-    class Asking(Ways):
-        def __getitem__(self, index: int) -> Any:
-            return rng()
-
-    with pytest.raises(RuntimeError, match='seeding="sample"'):
-        list(DataLoader(Asking(), num_workers=1, backend="threads"))
-
-
 # -- worker_init_fn ----------------------------------------------------------------------------------
 
 
@@ -193,12 +185,8 @@ class Whole(Ways):
         return [(index, random.random()) for index in indices]
 
 
-class Cheap(Dataset[Any]):
-    def __len__(self) -> int:
-        return 800  # enough for tasks that are not shared
-
-    def __getitem__(self, index: int) -> Any:
-        return index, random.random()
+CHEAP: Any = Samples(lambda index: (index, random.random()), 800)
+"""Enough of them for tasks that are not shared."""
 
 
 def collate(samples: list[Any]) -> Any:
@@ -212,7 +200,7 @@ def collate(samples: list[Any]) -> Any:
         (Stream(), {}),
         (Whole(), {}),
         (Subset(Ways(), range(7)), {"persistent_workers": True}),
-        (Subset(Cheap(), range(800)), {}),  # its `__getitems__` only passes the call on
+        (Subset(CHEAP, range(800)), {}),  # its `__getitems__` only passes the call on
         (range(8), {"collate_fn": collate}),
         (ByOdd(), {"batch_size": 1, "batch_sampler": [[Odd(n), Odd(n + 1)] for n in (0, 2, 4, 6)]}),
     ],
