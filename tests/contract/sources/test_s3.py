@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import io
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -15,9 +14,8 @@ import pytest
 from support.archives import sample_members, tar_bytes
 
 from hybridloader import DataLoader
-from hybridloader.errors import SourceError
 from hybridloader.sampling import BlockShuffleSampler
-from hybridloader.sources import Files, Parquet, Tar, write_shards
+from hybridloader.sources import Files, Tar, write_shards
 
 pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
@@ -160,56 +158,6 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", counted)
     return made
-
-
-def test_a_source_made_again_asks_the_store_again(s3: Any, requests: Counter[str]) -> None:
-    """Another process writes: its file system has a cache of its own."""
-    import s3fs
-
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    elsewhere = s3fs.S3FileSystem(**s3, skip_instance_cache=True)
-
-    def write(first: int, count: int) -> None:
-        table = io.BytesIO()
-        pq.write_table(pa.table({"x": range(first, first + 9)}), table, row_group_size=4)
-        elsewhere.pipe_file("photos/t/a.parquet", table.getvalue())
-        elsewhere.pipe_file("photos/t/a.tar", tar_bytes(sample_members(first, count)))
-        elsewhere.pipe({f"photos/t/{n}.txt": f"{n}".encode() for n in range(count)})
-
-    for first, count in ((0, 3), (50, 40)):
-        write(first, count)
-        texts = Files("s3://photos/t/*.txt", storage_options=s3)
-        assert len(texts) == count
-        texts.close()
-        tables = [Parquet(f"s3://photos/t/{n}.parquet", storage_options=s3) for n in ("a", "*")]
-        for name in ("a", "*"):
-            tar = Tar(f"s3://photos/t/{name}.tar", fields=("cls",), storage_options=s3)
-            assert len(tar) == len([*tar]) == count
-            tar.close()
-        for rows in tables:
-            assert [row["x"] for row in rows] == [*range(first, first + 9)]
-            rows.close()
-    write(90, 40)  # of the same sizes
-    requests.clear()
-    for rows in tables:
-        with pytest.raises(SourceError, match=r"a\.parquet has changed since it was indexed"):
-            rows[0]
-        rows.close()
-    assert requests == {"head_object": 2}
-
-
-def test_a_listing_of_many_keys_is_one_request(s3: Any, requests: Counter[str]) -> None:
-    import s3fs
-
-    s3fs.S3FileSystem(**s3).pipe({f"photos/many/{n:03d}.txt": b"x" for n in range(100)})
-    for url in ("s3://photos/many/*.txt", "s3://photos/many/"):
-        for _ in range(2):
-            requests.clear()
-            files = Files(url, storage_options=s3)
-            assert requests == {"list_objects_v2": 1}
-            assert files[99] == b"x"
-            assert requests == {"list_objects_v2": 1, "get_object": 1}
-            files.close()
 
 
 @pytest.mark.parametrize("url", ["s3://photos/a.tar", "simplecache::s3://photos/a.tar"])
