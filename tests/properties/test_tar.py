@@ -17,7 +17,7 @@ from support.archives import sample_members, tar_bytes, write_shards
 from support.http_store import HttpStore
 from support.platforms import posix
 
-from hybridloader import DataLoader, Retry, Skip
+from hybridloader import DataLoader, Skip
 from hybridloader.errors import SourceError, StoreError
 from hybridloader.sources import Tar
 from hybridloader.sources.store import Stamp, Store
@@ -289,23 +289,3 @@ def test_a_remote_archive_that_changed_is_known_by_its_headers(store: HttpStore)
     store.files["/a.tar"] = tar_bytes([("a.txt", b"1")])[:1024]
     with pytest.raises((SourceError, StoreError), match=r"a\.tar, member b\.txt"):
         tar[1]
-
-
-def test_a_store_that_fails_is_told_with_the_member(store: HttpStore) -> None:
-    store.files["/a.tar"] = tar_bytes([("a.txt", b"1" * 90), ("b.txt", b"2" * 90)])
-    tar = Tar(f"{store.url}/a.tar", fields=("txt",), retry_seconds=0)
-    for fault, kind, said in [
-        ("503", StoreError, "503"),
-        ("short", StoreError, "Payload"),
-        ("less", StoreError, "got 301: the store cut its answer short"),
-        ("whole", SourceError, "sends whole files instead of ranges"),
-    ]:
-        store.faults.append(fault)
-        with pytest.raises(kind, match=rf"a\.tar, member b\.txt.*{said}"):
-            tar[1]
-        if kind is StoreError:
-            store.faults.append(fault)
-            retry = Retry(1, backoff=0.0, retry_on=StoreError)
-            assert list(DataLoader(tar, 2, collate_fn=list, on_error=retry)) == [
-                [(b"1" * 90,), (b"2" * 90,)]
-            ]

@@ -215,7 +215,8 @@ def test_a_store_that_hangs_is_left_after_its_time(
     assert contents(source[0]) == expected(0)
 
 
-@pytest.mark.parametrize(("fault", "kind"), [("less", "parquet"), ("whole", "parquet")])
+@pytest.mark.parametrize("fault", ["less", "whole"])
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
 def test_an_answer_that_is_cut_short_or_whole_is_told(
     fault: str, kind: str, store: HttpStore, opened: Any
 ) -> None:
