@@ -293,12 +293,6 @@ class FakeAccelerator:
             blocks = (*self._blocks.values(), *self._free)
             return sum(ctypes.sizeof(block.memory) for block in blocks)
 
-    @property
-    def queued(self) -> int:
-        """Number of entries queued on all streams."""
-        with self._lock:
-            return sum(len(stream.queue) for stream in self.streams)
-
     def _queue(self, stream: FakeStream, happen: Callable[[], object]) -> None:
         with self._lock:
             stream.queue.append(happen)
