@@ -58,15 +58,3 @@ def test_every_script_has_a_page() -> None:
 )
 def test_outputs_are_compared_but_for_their_numbers(shown: str, seen: str, same: bool) -> None:
     assert recipes.agree(shown, seen) is same
-
-
-def test_outputs_are_written_into_their_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = tmp_path / "page.md"
-    block = "```console\n$ python examples/a.py{}\n{}```\n"
-    page.write_text("```sh\n```\n" + block.format(" --x 1", "") + block.format("", "a\n...\n"))
-    monkeypatch.setattr(recipes.Command, "run", lambda command: f"a\n{command.arguments}\n")
-    recipes.write(page)
-    written = block.format(" --x 1", "a\n['--x', '1']\n") + block.format("", "a\n...\n")
-    assert page.read_text() == "```sh\n```\n" + written

@@ -152,10 +152,3 @@ def test_a_message_of_the_page_is_one_of_the_code(text: str, spoken: set[tuple[s
     shown = pairs(text)
     assert shown
     assert len(shown & spoken) >= SAME * len(shown), sorted(shown - spoken)
-
-
-def test_another_message_would_be_found(spoken: set[tuple[str, str]]) -> None:
-    shown = pairs(
-        "worker 3 disliked its lunch, slept badly and wants a new batch every other Tuesday"
-    )
-    assert len(shown & spoken) < SAME / 2 * len(shown)
