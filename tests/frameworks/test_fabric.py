@@ -5,14 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from support.seeded_training import (
-    LIKE_TORCHS_PROCESSES,
     WORKERS,
     Augmented,
-    Regression,
-    losses,
-    torch_loader,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -70,32 +65,6 @@ def test_r04_class_and_options_are_kept(
             assert isinstance(again.sampler, DistributedSampler)
             again.sampler.set_epoch(1)
         assert sum(len(features) for features, _ in again) == 20 / replicas
-
-
-def run(kind: Any, data: Any, **options: Any) -> list[float]:
-    torch.manual_seed(3)
-    one, regression = fabric(), Regression()
-    model, optimizer = one.setup(regression.model, regression.optimizer)
-    loader = one.setup_dataloaders(kind(data, BATCH, shuffle=True, num_workers=WORKERS, **options))
-
-    def step(batch: Any) -> float:
-        features, target = batch
-        optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(features).squeeze(1), target)
-        one.backward(loss)
-        optimizer.step()
-        return loss.item()
-
-    return losses(loader, 2, step)
-
-
-def test_losses_equal_those_of_torchs_loader() -> None:
-    """On threads where samples draw nothing."""
-    wanted = run(torch_loader, Augmented())
-    for backend in LIKE_TORCHS_PROCESSES:
-        assert run(DataLoader, Augmented(), backend=backend) == wanted
-    data = Augmented(noise=0)
-    assert run(DataLoader, data, backend="threads") == run(torch_loader, data)
 
 
 def test_the_state_is_that_of_the_loader_that_was_given() -> None:
