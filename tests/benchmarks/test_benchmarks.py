@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from benchmarks import loaders, machine, measure, page, runner
+from benchmarks import machine, measure, page, runner
 from benchmarks.cases import CASES, Case
-from benchmarks.runner import AGAIN, BEFORE, Failed, Mismatch, Process
+from benchmarks.runner import AGAIN, Failed, Mismatch, Process
 
 CASE = Case("a case", "ms", "pace", (), {}, {})
 
@@ -107,58 +107,6 @@ def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_kept", {})
 
 
-def measured(name: str, loader: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
-    """Answers of a rehearsal and of a round of a case in its quick form."""
-    monkeypatch.setattr(measure, "_kept", {})
-    case = CASES[name]
-    spec = case.spec | case.quick | more
-    function = measure.MEASURES[case.measure]
-    return [function(loader, spec, rehearsal) for rehearsal in (True, False)]
-
-
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("small", {"batch": 4}),
-        pytest.param("hybrid", {"short": 4}, marks=pytest.mark.full),
-        pytest.param("slow", {"length": 16, "workers": 2}, marks=pytest.mark.full),
-        pytest.param("epochs", {}, marks=pytest.mark.full),
-        ("resume", {}),
-        pytest.param("python", {"batch": 2}, marks=pytest.mark.full),
-    ],
-)
-def test_loaders_deliver_the_batches_of_torchs(
-    name: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours = [one for one in CASES[name].loaders if page.is_ours(one)][:2]
-    found = [measured(name, one, monkeypatch, **more) for one in ("torch", *ours)]
-    for answers in found:
-        assert isinstance(answers[1]["value"], float)  # of two epochs: on a busy machine any
-        digests = [[one.get("digest") for one in both] for both in (answers, found[0])]
-        assert digests[0] == digests[1]
-        assert any(digests[0])
-
-
-@pytest.mark.parametrize(
-    "loader",
-    [
-        pytest.param(one, marks=() if one == "torchdata threads" else pytest.mark.full)
-        for one in loaders.LOADERS
-        if loaders.is_rival(one)
-    ],
-)
-def test_rivals_deliver_the_batches_of_torchs(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if loaders.missing(loader):
-        pytest.skip("not installed")
-    name = "hybrid" if "in processes" in loader or "stages" in loader else "small"
-    more = {"batch": 2, "short": 4}
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-    spec = CASES[name].spec | CASES[name].quick | more
-    expected = measured(name, "torch", monkeypatch, **more)
-    with contextlib.closing(Process()) as process:
-        assert process.ask("pace", loader, spec, True)["digest"] == expected[0]["digest"]
-
-
 @pytest.mark.parametrize("name", ["disk", "store", "tables"])
 def test_stored_samples_come_once(name: str) -> None:
     if name == "tables":
@@ -171,81 +119,7 @@ def test_stored_samples_come_once(name: str) -> None:
         assert process.ask("stored", loader, spec)["digest"] == expected
 
 
-@pytest.mark.full
-def test_memory_of_workers_is_that_of_the_further_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    (_, answer) = measured("memory", "fork", monkeypatch, start="fork")
-    # A forked worker takes a few MB, as much as the system takes from or gives to others meanwhile.
-    assert abs(answer["value"]) < 100
-
-
 # -- words and tables ----------------------------------------------------------------------------------
-
-
-def row(**loaders: list[float]) -> page.Row:
-    return {
-        "commit": "abc",
-        "date": "2026-01-02",
-        "machine": "a machine",
-        "rounds": 3,
-        "unit": "ms",
-        "quiet": True,
-        "noise": 0.02,
-        "failures": {},
-        "loaders": loaders,
-    }
-
-
-@pytest.mark.parametrize(
-    ("other", "ours", "unit", "words"),
-    [
-        (12.0, 1.0, "ms", "**12 times faster**"),
-        (1.0, 2.0, "ms", "2 times slower"),
-        (1.0, 1.04, "ms", "level: a reason"),
-        (20.0, 1.0, "MB", "**20 times less**"),
-        (None, 1.0, "ms", ""),
-    ],
-)
-def test_loaders_are_compared_in_words(
-    other: float | None, ours: float, unit: str, words: str
-) -> None:
-    assert page.against(other, ours, row() | {"unit": unit}, "a reason") == words
-
-
-def test_a_row_has_the_best_of_ours_and_of_the_rivals() -> None:
-    named = {"torch": [9.0], "fork": [3.0], "threads": [2.0]}
-    named |= {"Grain threads": [4.0], "SPDL threads": [5.0], f"threads{BEFORE}": [1.0]}
-    cells = page.cells("small", row(**named))
-    assert cells[1:4] == ["9 ms", "4 ms (Grain)", "2 ms (`threads`)"]
-    assert cells[4:] == ["**4.5 times faster**", "**2 times faster**"]
-
-
-def test_a_row_without_quiet_or_with_noise_is_left_out() -> None:
-    rows = {
-        "small": row(torch=[2.0], fork=[1.0]),
-        "large": row(torch=[2.0], fork=[1.0]) | {"quiet": False},
-        "jpeg": row(torch=[2.0], fork=[1.0]) | {"noise": 0.11},
-    }
-    text = "<!-- benchmarks:begin summary -->\nold\n<!-- benchmarks:end summary -->\n"
-    found = page.rewritten(text, rows)
-    assert CASES["small"].title in found
-    assert CASES["large"].title not in found
-    assert CASES["jpeg"].title not in found
-
-
-def test_a_figure_is_written_and_one_that_is_missing_is_an_error() -> None:
-    rows = {"small": row(torch=[2.0, 4.0, 3.0])}
-    text = "takes <!-- figure small;\ntorch -->9 ms<!-- end -->."
-    assert page.rewritten(text, rows) == "takes <!-- figure small;\ntorch -->3 ms<!-- end -->."
-    with pytest.raises(page.BadPage, match="figure of small, fork: not measured"):
-        page.rewritten("<!-- figure small; fork -->9 ms<!-- end -->", rows)
-    with pytest.raises(page.BadPage, match="no block is called 'other'"):
-        page.rewritten("<!-- benchmarks:begin other -->\n<!-- benchmarks:end other -->", rows)
-
-
-@pytest.mark.parametrize(("age", "lines"), [(20, 0), (21, 1), (None, 0)])
-def test_a_result_of_an_old_commit_is_stale(age: int | None, lines: int) -> None:
-    assert len(page.stale({"small": row()}, lambda commit: age)) == lines
-    assert not page.stale({"small": row() | {"quiet": False}}, lambda commit: age)
 
 
 def test_the_pages_quote_the_kept_results() -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from benchmarks.device import __main__ as command
-from benchmarks.device.record import KEPT, Line, passage, read, table, written
+from benchmarks.device.record import KEPT, Line, read, table, written
 
 ROOT = Path(__file__).parents[2]
 STUB = ROOT / "tests" / "support" / "stub_cuda"
@@ -37,13 +37,6 @@ def test_each_failure_is_a_line_at_the_end_of_the_table(tmp_path: Path) -> None:
     assert text[-1] == "1 checks passed, 1 failed, 1 skipped"
     assert len(text) == len(LINES) + 2
     assert text[1].split() == ["driver", "lock", "1.23", "ms"]
-
-
-def test_the_passage_quotes_facts_figures_and_failures() -> None:
-    text = passage(LINES)
-    assert text.startswith("device an H200: 1 checks passed, 1 failed, 1 skipped.\n")
-    assert "- Failed: unlock beside a kernel (waited for the kernel)." in text
-    assert "| driver: lock | 1.23 ms |" in text
 
 
 def test_the_page_reports_the_kept_run() -> None:
