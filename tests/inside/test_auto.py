@@ -8,17 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
+from support.failing_datasets import Samples
 from support.tuned_subject import Auto, Cost, Limits, LoaderSubject, Place, Scripted, choosing
 
 from hybridloader import DataLoader, Pipeline
 
-
-class Draws(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, index: int) -> Any:
-        return index, torch.rand(())
+DRAWS: Any = Samples(lambda index: (index, torch.rand(())), 60)
 
 
 def epochs(loader: Any) -> list[Any]:
@@ -41,7 +36,7 @@ def test_batches_order_and_random_numbers_do_not_depend_on_the_choice(
 
     def run(**more: Any) -> tuple[Any, torch.Tensor, DataLoader]:
         torch.manual_seed(4)
-        loader = DataLoader(Draws(), 8, shuffle=True, seeding="sample", **more)
+        loader = DataLoader(DRAWS, 8, shuffle=True, seeding="sample", **more)
         return epochs(loader), torch.rand(2), loader
 
     expected, then, _ = run()
@@ -60,7 +55,7 @@ def test_batches_order_and_random_numbers_do_not_depend_on_the_choice(
 
 
 def test_only_what_is_auto_is_changed() -> None:
-    loader = DataLoader(Draws(), 8, num_workers=3, backend="threads", threads_per_worker=2)
+    loader = DataLoader(DRAWS, 8, num_workers=3, backend="threads", threads_per_worker=2)
     subject = LoaderSubject(loader, keep_threads=True)
     limits = Limits(8, backends=("inline", "threads", "fork"))
     for auto, allowed in (
@@ -87,18 +82,18 @@ def test_what_can_t_be_chosen_is_refused() -> None:
     with pytest.raises(ValueError, match="are for map-style datasets"):
         DataLoader(Stream(), num_workers="auto")
     with pytest.raises(ValueError, match="has no choice with num_workers=0"):
-        DataLoader(Draws(), backend="auto")
+        DataLoader(DRAWS, backend="auto")
     with pytest.raises(ValueError, match="contradicts multiprocessing_context"):
-        DataLoader(Draws(), num_workers=2, backend="auto", multiprocessing_context="spawn")
+        DataLoader(DRAWS, num_workers=2, backend="auto", multiprocessing_context="spawn")
 
 
-class Breaks(Draws):
-    def __getitem__(self, index: int) -> Any:
-        raise KeyError("gone")
+def breaks(index: int) -> Any:
+    raise KeyError("gone")
 
 
 def test_an_error_of_the_dataset_is_raised_by_iter_and_again() -> None:
-    loader = DataLoader(Breaks(), 8, num_workers="auto")
+    broken: Any = Samples(breaks)
+    loader = DataLoader(broken, 8, num_workers="auto")
     for _ in range(2):
         with pytest.raises(KeyError, match="gone"):
             iter(loader)
