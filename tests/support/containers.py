@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from hybridloader.records import shared_buffer
 from hybridloader.records.shared_buffer import BufferGone
+from support import programs
 
 __all__ = ["BufferGone", "shared_buffer"]
 
@@ -45,24 +46,9 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def run(code: str, given: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
-    """Run `code` in a fresh interpreter."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        input=given,
-        capture_output=True,
-        env={**os.environ, **env},
-        timeout=60,
-        cwd="/",
-        check=False,
-    )
-
-
-def output(code: str, given: bytes = b"", **env: str) -> str:
-    done = run(code, given, **env)
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stderr == b""
-    return done.stdout.decode().strip()
+def output(code: str, given: bytes = b"", **environment: str) -> str:
+    """Run `code`, which reads a pickle as `READ` does; return what it prints."""
+    return programs.output("-c", code, given=given.hex(), cwd="/", **environment).strip()
 
 
 def forked(work: Callable[[], Any]) -> Any:
@@ -103,8 +89,8 @@ few = settings(max_examples=60, deadline=None)
 
 
 READ = """
-import pickle, sys
-shared = pickle.load(sys.stdin.buffer)
+import pickle
+shared = pickle.loads(bytes.fromhex(input()))
 """
 
 
