@@ -48,18 +48,6 @@ def test_what_is_read_late_on_the_users_stream_is_what_was_sent(
     assert device.refused == []
 
 
-def test_who_takes_a_batch_copies_it_from_page_locked_memory_then() -> None:
-    device = Apart()
-    moving = mover(device)
-    sent = moving.send([torch.ones(4), 3])
-    assert device.is_pinned(sent.data[0])
-    assert sent.size == 16
-    data = moving.take(sent)
-    assert device.holds(data[0])
-    assert torch.equal(data[0], torch.ones(4))
-    assert data[1] == 3
-
-
 def test_a_loader_and_a_pipeline_do_the_same() -> None:
     device = Apart()
     loader = DataLoader(Rows(12), 2, num_workers=2, backend="threads", device=device)
