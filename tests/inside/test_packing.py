@@ -22,7 +22,6 @@ from support.packed_values import (
     WAYS,
     Color,
     pack,
-    streamed,
     through_slots,
     unpack,
 )
@@ -91,15 +90,6 @@ def test_a_read_only_array_arrives_writable_as_a_copy_does(way: Any) -> None:
         back[0][...] = 7
         unchanged = view(np.arange(size, dtype=np.int64))
         np.testing.assert_array_equal(array, unchanged)  # that of the sender is its own
-
-
-def test_arrays_of_objects_and_numpy_scalars_come_back_equal() -> None:
-    objects = np.array([{"a": 1}, None, "text"], dtype=object)
-    assert list(streamed(objects)) == list(objects)
-    for scalar in (np.float16(1.5), np.int8(-3), np.datetime64("2020-02-02"), np.str_("x")):
-        back = streamed([scalar])[0]
-        assert type(back) is type(scalar)
-        assert back == scalar
 
 
 # -- what is around them ---------------------------------------------------------------------------
