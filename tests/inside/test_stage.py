@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import count, takewhile
 from types import FrameType
@@ -15,7 +15,7 @@ from support.scripted import FakeClock, ScriptedCrew
 from support.supervised import QUICK, answer, ready, tasks
 from support.supervised import stage as made_stage
 
-from hybridloader import WorkerDied, WorkerTimeout
+from hybridloader import WorkerDied
 from hybridloader.engine import ByReference, Done, Event, Exited
 from hybridloader.errors import IteratorClosed
 
@@ -31,33 +31,6 @@ def test_results_before_a_death_that_are_there_are_not_lost(together: bool) -> N
     assert [next(it), next(it)] == ["value 0", "value 1"]
     with pytest.raises(WorkerDied):
         next(it)
-
-
-def test_timeout_counts_the_seconds_of_one_next_and_leaves_the_iterator_usable() -> None:
-    clock = FakeClock()
-
-    def later(seconds: float, events: list[Event]) -> Callable[[ScriptedCrew], list[Event]]:
-        def step(crew: ScriptedCrew) -> list[Event]:
-            clock.now += seconds
-            return events
-
-        return step
-
-    script = [
-        later(4, ready()),
-        later(4, []),
-        later(4, []),
-        later(4, answer(0)),
-        later(9, answer(1)),
-    ]
-    it, _ = stage(script, timeout=10, clock=clock)
-    it.begin(iter("ab"))
-    with pytest.raises(WorkerTimeout, match=r"after 10 seconds.*from worker 0.*'a'") as caught:
-        next(it)
-    assert isinstance(caught.value, TimeoutError)
-    assert isinstance(caught.value, RuntimeError)
-    assert next(it) == "value 0"
-    assert next(it) == "value 1"
 
 
 # -- closed in the middle of a call, on the very thread that pulls ---------------------------------
