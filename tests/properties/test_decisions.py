@@ -129,15 +129,6 @@ def test_noise_does_not_decide() -> None:
     assert price(tuned(subject).plan) <= price((Place("threads", 1),))
 
 
-def test_memory_limits_what_is_in_flight() -> None:
-    subject = Scripted((WORKLOADS["waiting"],), (INLINE,), bytes=38 << 20)
-    limits = Limits(CORES, memory=1 << 30, backends=("inline", "threads", "fork"))
-    tuning = tuned(subject, limits)
-    most = (1 << 30) // (3 * (38 << 20))
-    assert 1 < max(place.concurrent for plan in subject.opened for place in plan) <= most
-    assert tuning.plan[0].concurrent > most // 3
-
-
 def test_without_a_gil_python_is_done_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridloader.tuning.tune.gil_enabled", lambda: False)
     tuning = tuned(Scripted((Cost(free=10e-3, sending=1e-3),), (INLINE,)))
@@ -194,21 +185,6 @@ def test_ctrl_c_gives_the_best_so_far() -> None:
     subject.on_open = lambda plan: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         tuned(subject)
-
-
-def test_the_kinds_of_work() -> None:
-    for costs, kind in [
-        (Costs(5e-6), "tiny"),
-        (Costs(1e-2, 1e-4), "waits"),
-        (Costs(1e-2, 3e-3), "mixed"),
-        (Costs(1e-2, 6e-3, speedup=1.1), "holds-gil"),  # it waits for a core
-        (Costs(1e-2, 6e-3, speedup=1.5), "mixed"),
-        (Costs(1e-2, 1e-2, speedup=1.0), "holds-gil"),
-        (Costs(1e-2, 1e-2, speedup=1.0, gil=False), "releases-gil"),
-        (Costs(1e-2, 1e-2, speedup=1.9), "releases-gil"),
-        (Costs(1e-2), "releases-gil"),  # nothing is known: threads
-    ]:
-        assert costs.kind == kind
 
 
 def known(trial: Trial) -> tuple[Costs | None, ...]:
