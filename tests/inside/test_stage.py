@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from support.scripted import FakeClock, ScriptedCrew
+from support.scripted import ScriptedCrew
 from support.supervised import QUICK, answer, ready, tasks
 from support.supervised import stage as made_stage
 

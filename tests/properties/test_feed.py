@@ -9,19 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.scripted import FakeClock, ScriptedBackend, ScriptedCrew
 
 from hybridloader._support.user_objects import Raised, no_answer, size_of
 from hybridloader.engine import ByReference, Done, Event, Ready, WorkerSpec
 from hybridloader.engine.feed import (
-    MOST,
-    MOST_BYTES,
-    TASK_SECONDS,
     Relay,
     RelayQueue,
-    StageFlow,
     TaskBatching,
 )
 from hybridloader.engine.stage import Stage
@@ -121,73 +115,6 @@ def test_a_relay_lets_in_what_its_limit_allows_and_one_that_is_larger_alone() ->
     with pytest.raises(StopIteration):
         next(relay)
     assert relay.queue.weight == 0
-
-
-# -- task sizes ------------------------------------------------------------------------------------
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(1, MOST), st.integers(0, 10**7), st.integers(0, 10**8)), max_size=50
-    ),
-    st.integers(1, 8),
-)
-def test_task_sizes_follow_what_tasks_take(tasks: list[tuple[int, int, int]], least: int) -> None:
-    task_sizes = TaskBatching(iter(()), least=least)
-    assert task_sizes.size == least
-    for items, nanoseconds, nbytes in tasks:
-        before = task_sizes.size
-        task_sizes.learn(items, nanoseconds / 1e9, nbytes)
-        assert least <= task_sizes.size <= min(max(MOST, least), 2 * before)
-        assert task_sizes.size == least or task_sizes.size * nbytes <= MOST_BYTES * items
-    for _ in range(200):
-        task_sizes.learn(1, 2 * TASK_SECONDS)
-    assert task_sizes.size == least
-    for _ in range(200):
-        task_sizes.learn(10, TASK_SECONDS / 2)
-    assert task_sizes.size == pytest.approx(max(least, 20), abs=1)
-
-
-# -- room of a stage -------------------------------------------------------------------------------
-
-
-class Sized:
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 4), st.data())
-def test_buffer_bytes_is_never_passed_by_more_than_the_first_results(
-    sizes: list[int], workers: int, data: st.DataObject
-) -> None:
-    sizes.insert(0, max(sizes))  # so that what is under way is never underestimated
-    limit = data.draw(st.integers(1, 6000))
-    flow = StageFlow(workers, buffer_bytes=limit)
-    todo, under_way, waiting = list(enumerate(sizes)), list[int](), list[int]()
-    while todo or under_way or waiting:
-        moves = []
-        if todo and flow.room() != 0:
-            moves.append("send")
-        moves += ["come"] * bool(under_way) + ["leave"] * bool(waiting)
-        assert moves, "one task is always let in"
-        move = data.draw(st.sampled_from(moves))
-        if move == "send":
-            seq, _ = todo.pop(0)
-            flow.sent(seq, ["item"])
-            under_way.append(seq)
-        elif move == "come":
-            seq = data.draw(st.sampled_from(under_way)) if 0 not in under_way else 0
-            under_way.remove(seq)
-            flow.came(Done(0, seq, ByReference(Sized(sizes[seq]))))
-            waiting.append(seq)
-        else:
-            seq = waiting.pop(0)
-            flow.left(seq)
-        assert flow.queued == len(under_way) + len(waiting)
-        assert flow.queued_bytes == sum(sizes[seq] for seq in waiting)
-        least = max(workers * sizes[0] if len(sizes) else 0, sizes[0])
-        assert sum(sizes[seq] for seq in (*under_way, *waiting)) <= max(limit, least)
 
 
 # -- a stage that waits for its source -------------------------------------------------------------
