@@ -6,7 +6,7 @@ import struct
 from typing import Any
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.packed_values import encoded_message
 
@@ -22,9 +22,8 @@ from hybridloader.backends.process.frames import (
     encode_event,
     encode_fields,
 )
-from hybridloader.engine import Begin, Done, Exhausted, Failed, Pickled, Ready, Stop, Task
+from hybridloader.engine import Done, Exhausted, Failed, Pickled, Ready, Task
 from hybridloader.errors import DamagedMessage, HybridLoaderError
-from hybridloader.memory.packing import pack, unpack
 from hybridloader.memory.segments import ALIGN, aligned_view
 from hybridloader.memory.shared_slots import BufferPlace, SlotMap, SlotWriter
 
@@ -76,14 +75,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 # -- frames ----------------------------------------------------------------------------------------
-
-
-@thorough
-@given(st.binary(max_size=400), st.lists(st.integers(1, 40)))
-@example(bytes(400), [])
-def test_any_bytes_are_damaged_or_not_whole(stream: bytes, cuts: list[int]) -> None:
-    expected = [DAMAGED] if len(stream) >= 16 else []
-    assert decoded(stream, cuts) == expected
 
 
 @pytest.mark.parametrize("parts", [(b"",), (b"x" * 70,), (b"a" * 16, b"b" * 17), (b"c",) * 5])
@@ -219,46 +210,3 @@ def test_an_index_that_fails_to_load_among_others_is_known_by_its_task(returned:
         decode_message([memoryview(part) for part in parts])
     assert (caught.value.seq, caught.value.returned) == (1 << 33, returned)
     assert isinstance(caught.value.error, ZeroDivisionError)
-
-
-# -- values ----------------------------------------------------------------------------------------
-
-VALUES = st.recursive(
-    st.none() | st.integers() | st.text(max_size=5) | st.floats(allow_nan=False) | st.binary(),
-    lambda some: (
-        st.lists(some, max_size=4) | st.dictionaries(st.text(max_size=3), some, max_size=3)
-    ),
-    max_leaves=8,
-)
-
-
-@thorough
-@given(VALUES, st.data())
-def test_a_value_that_is_cut_off_is_damaged(value: Any, data: st.DataObject) -> None:
-    header, _ = pack(value)
-    with pytest.raises(DamagedMessage, match=r"a pickle of .* bytes is damaged"):
-        unpack(header[: data.draw(st.integers(0, len(header) - 1))], [])
-
-
-MESSAGES: list[list[bytes]] = [
-    [bytes(part) for part in encoded_message(message, [1, 2])]
-    for message in (Task(5, [1, 2, 3]), Task(6, "name"), Task(7, (1, 2)), Begin(2), Stop())
-]
-
-
-@thorough
-@given(st.sampled_from(MESSAGES), st.data())
-def test_a_damaged_message_is_an_error_of_ours_or_a_message(
-    parts: list[bytes], data: st.DataObject
-) -> None:
-    damaged = bytearray(parts[0])
-    for _ in range(data.draw(st.integers(1, 3))):
-        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    damaged = damaged[: data.draw(st.integers(1, len(damaged)))]
-    assume(b"r" not in damaged.replace(b"hybridloader", b"").replace(b"_reconstruct", b""))
-    try:
-        message, returned = decode_message([memoryview(damaged), *map(memoryview, parts[1:])])
-    except (DamagedMessage, Unreadable):
-        return
-    assert isinstance(message, (Task, Begin, Stop))
-    assert all(type(number) is int for number in returned)

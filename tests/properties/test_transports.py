@@ -17,26 +17,21 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.crew_driver import OWN, CrewDriver, full, total
 from support.platforms import DEADLINE, posix
 
 from hybridloader import DataLoader, Fork, WorkerDied
 from hybridloader.backends.process import transports
-from hybridloader.backends.process.frames import Frame, encode
+from hybridloader.backends.process.frames import encode
 from hybridloader.backends.process.transports import (
     PipeEndpoint,
     PipeTransport,
     SocketEndpoint,
     SocketTransport,
 )
-from hybridloader.engine import Exited
 from hybridloader.errors import DamagedMessage, WorkerPicklingError
 from hybridloader.memory import shipping
 from hybridloader.memory.shipping import receive, ship
-
-thorough = settings(max_examples=40, deadline=None)
 
 
 def joined(*parts: bytes) -> bytes:
@@ -97,14 +92,6 @@ def test_damage_is_the_end_of_that_worker_and_the_reason_is_kept(wire: Wire) -> 
     assert "another program or library wrote to this descriptor" in wire.transport.damaged[0]
     wire.transport.send(0, [b"to nobody"])
     wire.transport.flush()
-
-
-@posix
-def test_a_worker_that_just_ends_is_not_damaged(wire: Wire) -> None:
-    wire.write(joined(b"good"))
-    wire.theirs.close()
-    assert len(wire.until_gone()) == 2
-    assert wire.transport.damaged == {}
 
 
 @pytest.mark.parametrize("kind", [pytest.param(SocketEndpoint, marks=posix), PipeEndpoint])
@@ -173,21 +160,6 @@ def test_descriptors_that_did_not_arrive_are_told_with_the_limit() -> None:
         receive([memoryview(part) for part in parts], [])
 
 
-@thorough
-@given(st.data())
-def test_a_shipment_that_is_cut_off_is_refused(data: st.DataObject) -> None:
-    parts, fds = shipped(True)
-    size = os.fstat(fds[0]).st_size
-    os.ftruncate(fds[0], data.draw(st.integers(0, size - 1)))
-    with pytest.raises(WorkerPicklingError):
-        receive([memoryview(part) for part in parts], fds)
-    parts, _ = shipped(False)
-    with pytest.raises(WorkerPicklingError):
-        receive([memoryview(parts[0])[: data.draw(st.integers(0, len(parts[0]) - 1))]], [])
-    with pytest.raises(WorkerPicklingError):  # its buffers are missing
-        receive([memoryview(parts[0])], [])
-
-
 class Unloadable:
     """Object whose parts are not there in the worker."""
 
@@ -219,20 +191,6 @@ def test_what_can_not_be_loaded_in_the_worker_is_told_and_is_no_end_of_input(
 
 
 memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there is no memfd")
-
-
-@pytest.mark.parametrize(
-    "share", [pytest.param(True, marks=posix), False], ids=["mapped", "streamed"]
-)
-def test_arrays_that_are_read_only_are_the_workers_own_to_write_to(share: bool) -> None:
-    arrays = [np.frombuffer(bytes(size), np.uint8) for size in (10, 100_000)]
-    shipment = ship(arrays, "the dataset", share=share)
-    parts, fds = [memoryview(bytearray(part)) for part in shipment.parts], shipment.fds
-    shipment.fds = []  # taken over
-    for sent, own in zip(arrays, receive(parts, fds), strict=True):
-        own[:] = 1
-        assert own.sum() == len(sent)
-        assert sent.sum() == 0
 
 
 class Raises:
@@ -268,28 +226,6 @@ def test_a_lack_of_room_is_told_as_that(monkeypatch: pytest.MonkeyPatch, nbytes:
 
 
 # -- connections that end, and descriptors ---------------------------------------------------------
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_descriptors_that_come_with_damage_or_behind_it_are_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The fixture in conftest.py counts them."""
-    with CrewDriver(Fork(), abs) as driven:
-        assert driven.call(-3) == 3
-        crew = driven.raw
-        wait = crew.transport.wait
-
-        def damaged(timeout: float | None) -> Any:
-            monkeypatch.undo()
-            garbage = memoryview(b"no event at all")
-            return [(0, Frame([garbage], [os.dup(0), os.dup(0)])) for _ in range(2)]
-
-        monkeypatch.setattr(crew.transport, "wait", damaged)
-        [event] = crew.wait(0)
-        assert isinstance(event, Exited)
-        assert "sent an unreadable message" in str(event.cause)
-        assert crew.transport.wait == wait
 
 
 def test_the_end_of_a_connection_that_was_dropped_is_not_that_of_the_next_worker() -> None:
