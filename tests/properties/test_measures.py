@@ -38,17 +38,10 @@ def machine(folder: Path, cgroup: str, files: dict[str, str], stat: str = "") ->
 @pytest.mark.parametrize(
     ("cgroup", "files", "cores"),
     [
-        ("0::/job/mine\n", {"job/mine/cpu.max": "50000 100000\n"}, 0.5),
         (
             "0::/job/mine\n",
             {"job/cpu.max": "25000 100000\n", "job/mine/cpu.max": "max 100000\n"},
             0.25,
-        ),
-        ("0::/\n", {"cpu.max": "30000 100000"}, 0.3),
-        (
-            "4:cpu:/job\n0::/\n",
-            {"cpu/job/cpu.cfs_quota_us": "75000\n", "cpu/job/cpu.cfs_period_us": "100000\n"},
-            0.75,
         ),
         (
             "4:cpu:/job\n",
@@ -65,7 +58,6 @@ def machine(folder: Path, cgroup: str, files: dict[str, str], stat: str = "") ->
         ),
         ("4:cpuset:/job\n", {"cpuset/job/cpu.max": "50000 100000"}, None),
         ("0::/job\n", {"job/cpu.max": "nonsense"}, None),
-        ("", {}, None),
     ],
 )
 def test_a_quota_limits_the_cores(
