@@ -24,35 +24,9 @@ from support.slot_pairs import (
     shared_slots,
     slots,
     slots_of,
-    tensor_over,
 )
 
 # -- used again, but not too early -----------------------------------------------------------------
-
-
-def view_of_a_view(buffer: memoryview) -> Any:
-    return torch.frombuffer(buffer, dtype=torch.uint8).numpy()[10:][5:].reshape(-1, 1)
-
-
-def storage(buffer: memoryview) -> Any:
-    return tensor_over(buffer, torch.uint8, (len(buffer), 1)).untyped_storage()
-
-
-@pytest.mark.parametrize("view_of", [view_of_a_view, storage, memoryview])
-def test_a_slot_is_used_again_once_the_last_view_of_it_has_died_and_not_before(
-    view_of: Any,
-) -> None:
-    pair = Pair()
-    first, buffers = pair.pass_on(b"a" * 5000, b"b" * 3000)
-    assert [bytes(buffer) for buffer in buffers] == [b"a" * 5000, b"b" * 3000]
-    view = view_of(buffers[1])
-    del buffers
-    second, others = pair.pass_on(b"c" * 8000)
-    assert slots_of(second) != slots_of(first)[:1]  # the view is alive
-    assert {*np.asarray(view).reshape(-1).tolist()} == {ord("b")}
-    del view, others
-    assert {slots_of(pair.pass_on(b"d" * 8000)[0])[0] for _ in range(5)} <= pair.numbers
-    assert len(pair.numbers) == 2
 
 
 def test_read_only_and_empty_buffers_are_copied_or_need_nothing() -> None:
@@ -120,24 +94,6 @@ def test_what_is_free_makes_room_for_another_size() -> None:
         assert slots_of(slot_map) != [-1]
         assert pair.writer.pool.size <= 1_000_000
         del buffers
-
-
-def test_what_the_consumer_keeps_past_its_limit_is_copied_out_and_the_slot_comes_back() -> None:
-    pair = Pair(hold=900_000)
-    kept = [pair.pass_on(bytes([k]) * 400_000) for k in range(2)]
-    assert pair.reader.overflow is None
-    kept += [pair.pass_on(bytes([k]) * 400_000) for k in range(2, 8)]
-    assert pair.reader.overflow is not None
-    assert "900,000" in pair.reader.overflow
-    assert len({slots_of(slot_map)[0] for slot_map, _ in kept[2:]}) == 1  # at once, again and again
-    for k, (_, (buffer,)) in enumerate(kept):
-        assert {*bytes(buffer)} == {k}
-        buffer[0] = 99  # writable, all of them
-    del kept, buffer
-    assert len(pair.numbers) == 3
-    pair.pass_on(bytes(400_000))
-    assert len(pair.reader.returned()) == 1
-    assert pair.reader.lent == 0
 
 
 def test_a_limit_that_was_lowered_is_kept_to_as_slots_become_free() -> None:
