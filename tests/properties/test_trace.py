@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from support.platforms import needs_fork
 from support.recordings import Event, chrome_events
 from support.traces import ReadTrace
-from torch.profiler import ProfilerActivity, profile
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, Skip
@@ -230,16 +229,6 @@ def test_a_hybrid_pipeline(tmp_path: Path) -> None:
     }
     assert os.getpid() in {event["pid"] for event in trace.named("map(decode)")}
     assert os.getpid() not in {event["pid"] for event in trace.named("map(crop)")}
-
-
-def test_torchs_profiler_has_each_next_as_of_torchs_loader(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        list(DataLoader(Work(4), 2, num_workers=1, backend="threads"))
-    names = [event.name for event in profiler.events()]
-    assert names.count("enumerate(DataLoader)#LoaderIterator.__next__") == 3
-    capfd.readouterr()  # its notes
 
 
 # -- Chrome's form: slices that nest in seconds nest in whole nanoseconds ----------------------------
