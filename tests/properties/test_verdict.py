@@ -42,7 +42,6 @@ from support.recordings import (
 from hybridloader.observe import Stats
 
 FULL_OF_OTHERS = CoreUse(2.0, 2.0, 0.6)
-FULL_OF_OURS = CoreUse(2.0, 2.0, 1.9)
 
 
 def from_store(waited: float = 19.0, **counts: Any) -> Recording:
@@ -55,11 +54,6 @@ WAITS, COMPUTES, HOLDS = (("stage", "map(f)", kind) for kind in ("waits", "compu
 STORE, LOOP_ALONE = ("store", "map(f)", "waits"), ("loop", None, None)
 
 TRUTHS: dict[str, tuple[Recording, tuple[str | None, ...], str]] = {
-    "a loop that takes its time": (
-        recording(stage(load=0.4), wait=0.0),
-        LOOP_ALONE,
-        "training step",
-    ),
     "sleep": (recording(slept(stage())), WAITS, "num_workers=4"),
     "spin without the GIL": (recording(stage()), COMPUTES, "num_workers=4"),
     "spin with the GIL": (
@@ -104,16 +98,6 @@ TRUTHS: dict[str, tuple[Recording, tuple[str | None, ...], str]] = {
         from_store(requests=48, seconds=100.0, waited=2.0),
         WAITS,
         "num_workers",
-    ),
-    "cores that are taken by others": (
-        recording(replace(stage(), wait_for_core=9.0, cpu=9.0), cores=FULL_OF_OTHERS),
-        ("cores", "map(f)", "computes"),
-        "Other programs kept 1.4 of the 2 cores busy",
-    ),
-    "cores that are all used": (
-        recording(stage(), cores=FULL_OF_OURS),
-        ("cores", "map(f)", "computes"),
-        "more than the 2 cores",
     ),
     "a quota that has run out": (
         recording(slept(stage()), cores=CoreUse(1.5, 1.0, 1.0, throttled=0.5)),
