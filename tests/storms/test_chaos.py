@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from storm import FAULTS, Account, Plan, Weather, ride_out
+from storm import Account, Plan, Weather, ride_out
 from support.platforms import FORK
 
 pytestmark = pytest.mark.chaos
@@ -48,17 +48,3 @@ def test_the_account_finds_what_was_lost_doubled_or_skipped_for_nothing(
     plan = Plan(weather, tmp_path)
     with pytest.raises(AssertionError, match=complaint):
         Account(delivered, skipped).check(weather, plan)
-
-
-def test_the_account_finds_what_can_not_have_been_delivered(tmp_path: Path) -> None:
-    weather = Weather(0, "fork", "pipeline", length=3, share=1.0, kinds=("raise",))
-    plan = Plan(weather, tmp_path)
-    with pytest.raises(AssertionError, match="can't be had"):
-        Account([0, 1], [2]).check(weather, plan)
-
-
-def test_the_same_seed_plans_the_same_faults(tmp_path: Path) -> None:
-    for backend in FAULTS:
-        weather = Weather(7, backend, "loader", share=0.5)
-        assert Plan(weather, tmp_path).faults == Plan(weather, tmp_path).faults
-        assert set(Plan(weather, tmp_path).faults.values()) == set(FAULTS[backend])
