@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
+from support.failing_datasets import Samples
 from torch.utils.data import IterableDataset
 
 from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip, TooManyErrors
@@ -153,14 +154,6 @@ class Stream(Iterator[int]):
         return fail_at_3(self.count)
 
 
-class Samples:
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> int:
-        return fail_at_3(index)
-
-
 async def fail_slowly_at_3(item: int) -> int:
     await asyncio.sleep(0)
     return fail_at_3(item)
@@ -196,15 +189,15 @@ PLACES: dict[str, tuple[Callable[[], Any], list[Any]]] = {
         [Hostile, Hostile],
     ),
     "retried": (
-        lambda: DataLoader(Samples(), None, on_error=Retry(1, 0, then="skip"), **WHERE),
+        lambda: DataLoader(Samples(fail_at_3, 6), None, on_error=Retry(1, 0, then="skip"), **WHERE),
         [0, 1, 2, 4, 5],
     ),
     "replacement": (
-        lambda: DataLoader(Samples(), None, on_error=Replace(fail), **WHERE),
+        lambda: DataLoader(Samples(fail_at_3, 6), None, on_error=Replace(fail), **WHERE),
         [0, 1, 2, Hostile, 4, 5],
     ),
     "too many": (
-        lambda: DataLoader(Samples(), None, on_error=Skip(0), **WHERE),
+        lambda: DataLoader(Samples(fail_at_3, 6), None, on_error=Skip(0), **WHERE),
         [0, 1, 2, TooManyErrors, 4, 5],
     ),
     "value that can't be sent": (
