@@ -10,18 +10,16 @@ import gc
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 import pytest
-from support.platforms import REPOSITORY, posix
+from support.failing_datasets import Samples
+from support.platforms import PACKAGE, posix
 
-import hybridloader
 from hybridloader import DataLoader, Pipeline
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -31,21 +29,8 @@ BATCH = 1 << 20
 """Bytes of a batch here: more than a slot needs to be worth while."""
 
 
-class Rows:
-    """Samples of half a batch."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full(BATCH // 2, index % 251, np.uint8)
-
-
-def rows(length: int) -> Any:
-    return Rows(length)
+ROWS: Any = Samples(lambda index: np.full(BATCH // 2, index % 251, np.uint8))
+"""Eight samples, of half a batch each."""
 
 
 # -- no growth -------------------------------------------------------------------------------------
@@ -77,16 +62,14 @@ def taken() -> Taken:
 
 
 def epochs_of_a_loader(backend: str) -> Iterator[Any]:
-    loader = DataLoader(
-        rows(8), batch_size=2, num_workers=2, backend=backend, persistent_workers=True
-    )
+    loader = DataLoader(ROWS, batch_size=2, num_workers=2, backend=backend, persistent_workers=True)
     while True:
         yield [int(batch[1][0]) for batch in loader]
 
 
 def epochs_of_a_pipeline(backend: str) -> Iterator[Any]:
     where: dict[str, Any] = {"backend": backend, "num_workers": 2}
-    pipe = Pipeline.from_dataset(Rows(8), **where).map(np.copy, fuse=False, **where)
+    pipe = Pipeline.from_dataset(ROWS, **where).map(np.copy, fuse=False, **where)
     with pipe.batch(2, collate_fn=np.stack).prefetch(2).epochs() as epochs:
         for epoch in epochs:
             yield [int(batch[1][0]) for batch in epoch]
@@ -129,46 +112,22 @@ def test_fifty_epochs_of_persistent_workers_take_no_more_than_the_first(
 
 # -- where something is short ----------------------------------------------------------------------
 
-COMMON = """
-    import os, resource, warnings
-    import numpy as np
-    from hybridloader import DataLoader, Memory, Pipeline, SharedMemory
+SCRIPT = """
+import os
+import numpy as np
+from hybridloader import DataLoader
 
-    class Rows:
-        def __len__(self):
-            return 600
+class Rows:
+    def __len__(self):
+        return 600
 
-        def __getitem__(self, index):
-            return np.full(150_000, index % 251, np.uint8)
+    def __getitem__(self, index):
+        return np.full(150_000, index % 251, np.uint8)
 
-    def values(batches):
-        return [int(batch[1][0]) for batch in batches]
-"""
-
-
-def run_script(body: str, *, prefix: tuple[str, ...] = ()) -> list[str]:
-    """Output of a script of its own, which must exit with 0 and complain of nothing else."""
-    code = textwrap.dedent(COMMON) + textwrap.dedent(body)
-    command = [*prefix, sys.executable, "-c", code]
-    tests = REPOSITORY / "tests"
-    path = os.pathsep.join(map(str, (Path(hybridloader.__file__).parents[1], tests)))
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=dict(os.environ, PYTHONPATH=path)
-    )
-    assert done.stderr == ""
-    assert done.returncode == 0
-    return done.stdout.splitlines()
-
-
-SHORT_OF_SHARED_MEMORY = """
-    told = []
-    warnings.simplefilter("always")
-    warnings.showwarning = lambda message, *_, **__: told.append(str(message))
-    for backend in ("threads", "fork"):
-        told.clear()
-        loader = DataLoader(Rows(), 4, num_workers=2, backend=backend)
-        assert values(loader) == [(4 * k + 1) % 251 for k in range(150)]
-        print(backend, told, os.listdir("/dev/shm"))
+for backend in ("threads", "fork"):
+    loader = DataLoader(Rows(), 4, num_workers=2, backend=backend)
+    assert [int(batch[1][0]) for batch in loader] == [(4 * k + 1) % 251 for k in range(150)]
+    print(backend, os.listdir("/dev/shm"))
 """
 
 
@@ -198,5 +157,8 @@ NOT_WRITABLE = "mount -t tmpfs -o ro,size=4k tmpfs /dev/shm"
     ],
 )
 def test_without_room_in_dev_shm_batches_come_all_the_same(mount: str) -> None:
-    found = run_script(SHORT_OF_SHARED_MEMORY, prefix=in_a_namespace(mount))
-    assert found == ["threads [] []", "fork [] []"]
+    command = [*in_a_namespace(mount), sys.executable, "-W", "error", "-c", SCRIPT]
+    environment = {**os.environ, "PYTHONPATH": PACKAGE}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "threads []\nfork []\n"
