@@ -169,34 +169,6 @@ def test_an_iterator_that_is_let_go_ends_workers_and_thread(backend: str, persis
         gc.enable()
 
 
-def test_a_close_from_another_thread_ends_the_wait(tmp_path: Path) -> None:
-    gate = Gate(tmp_path)
-    iterator = start(
-        DataLoader(
-            Samples(at_gate(gate, 0)), num_workers=1, backend="fork", device=FakeAccelerator()
-        )
-    )
-    gate.await_arrivals()
-    found: list[Any] = []
-
-    def wait() -> None:
-        try:
-            next(iterator)
-        except IteratorClosed as error:
-            found.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    iterator.close()  # it waits by now, or is about to
-    thread.join(60)
-    assert len(found) == 1
-    for _ in range(2):
-        iterator.close()
-        with pytest.raises(IteratorClosed):
-            next(iterator)
-    assert not runs(TO_THREAD)
-
-
 def test_a_thread_that_is_stuck_in_foreign_code_holds_up_nobody_for_long() -> None:
     arrived, free = threading.Event(), threading.Event()
 
