@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -171,9 +170,6 @@ _OF_PROCESSES = tuple(
 )
 """Folders of tests for which each kind of process counts."""
 
-_left_out = pytest.StashKey[int]()
-"""Number of tests that this run leaves out for their marker."""
-
 
 @pytest.hookimpl(optionalhook=True)  # there is none without pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
@@ -216,7 +212,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         asked = not marked or name.startswith(tuple(named))
         (kept if asked else left_out).append(item)
     items[:] = kept
-    config.stash[_left_out] = len(left_out)
     config.hook.pytest_deselected(items=left_out)
 
 
@@ -263,29 +258,13 @@ def _applicable() -> Iterator[None]:
         pytest.skip(f"this platform has none: {error}"[:80])
 
 
-@pytest.hookimpl(optionalhook=True)  # there is none without pytest-xdist
-def pytest_testnodedown(node: Any) -> None:
-    """Take over the number from a process of pytest-xdist: each of them collects all tests."""
-    found = getattr(node, "workeroutput", {}).get("left_out", 0)
-    node.config.stash[_left_out] = max(found, node.config.stash.get(_left_out, 0))
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if left_out := config.stash.get(_left_out, 0):
-        terminalreporter.write_line(
-            f"{left_out} tests left out, marked {', '.join(LEFT_OUT)}: pytest -m MARKER runs them"
-        )
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session if a process that has ended left named shared memory.
 
     Only here, where no test runs any more: what a killed process leaves goes with its last worker, and
     tests run in several processes at once.
     """
-    output: dict[str, int] | None = getattr(session.config, "workeroutput", None)
-    if output is not None:  # a process of pytest-xdist
-        output["left_out"] = session.config.stash.get(_left_out, 0)
+    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist
         return
     left = [name for name in _named() if not psutil.pid_exists(int(name.split("-")[1]))]
     left = sorted({*left} - _BEFORE)
