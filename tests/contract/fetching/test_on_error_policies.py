@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from support.failing_datasets import Samples
 
 from hybridloader import DataLoader, Pipeline, Replace, Retry, Skip, TooManyErrors
 
@@ -250,35 +251,20 @@ def test_only_a_thousand_tracebacks_are_kept() -> None:
 # -- batches of which samples fail -------------------------------------------------------------------
 
 
-class Patterned:
-    """Samples of which some fail."""
-
-    def __init__(self, good: list[bool]) -> None:
-        self.good = good
-
-    def __len__(self) -> int:
-        return len(self.good)
-
-    def __getitem__(self, index: int) -> Any:
-        if not self.good[index]:
-            raise ValueError(index)
-        return index
-
-
-def batches_of(good: list[bool], policy: Any = Skip(None), **options: Any) -> tuple[Any, Any]:  # noqa: B008
-    options = {"batch_size": 4, "collate_fn": tuple, **options}
-    loader: Any = DataLoader(Patterned(good), on_error=policy, **options)
-    return loader, iter(loader)
+def of_numbers(numbers: list[int], policy: Any, **options: Any) -> DataLoader:
+    """A loader of samples of which those that are negative fail."""
+    data: Any = Samples(lambda index: bad_at(numbers[index]), len(numbers))
+    return DataLoader(data, collate_fn=tuple, on_error=policy, **options)
 
 
 def test_what_came_with_the_last_straw_is_there_for_who_goes_on() -> None:
-    good = [True, True, False, True, True, False, True, True, True]
-    _, batches = batches_of(good, Skip(1), batch_size=3)
+    batches = iter(of_numbers([0, 1, -1, 3, 4, -1, 6, 7, 8], Skip(1), batch_size=3))
     assert next(batches) == (0, 1)
     with pytest.raises(TooManyErrors):
         next(batches)
     assert list(batches) == [(3, 4), (6, 7, 8)]
-    loader, batches = batches_of(good[2:], Replace(nothing, 0), batch_size=3)
+    loader = of_numbers([-1, 1, 2, -1, 4], Replace(nothing, 0), batch_size=3)
+    batches = iter(loader)
     with pytest.raises(TooManyErrors, match="replaced:"):
         next(batches)
     assert next(batches) == (None, 1, 2)
@@ -286,7 +272,4 @@ def test_what_came_with_the_last_straw_is_there_for_who_goes_on() -> None:
 
 
 def test_a_batch_that_the_sampler_left_empty_is_no_failed_one() -> None:
-    loader: Any = DataLoader(
-        Patterned([True, False]), batch_sampler=[[], [1], [0]], collate_fn=tuple, on_error=Skip(1)
-    )
-    assert list(loader) == [(), (0,)]
+    assert list(of_numbers([0, -1], Skip(1), batch_sampler=[[], [1], [0]])) == [(), (0,)]
