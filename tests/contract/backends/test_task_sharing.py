@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.failing_datasets import Samples
+from support.failing_datasets import Samples, kinds, outcomes
 from torch.utils.data import DataLoader as TorchLoader
 
 import hybridloader
@@ -176,19 +176,14 @@ def fragile(index: int) -> Any:
 
 def test_an_error_is_that_of_the_first_sample_and_costs_one_batch() -> None:
     dataset: Any = Samples(fragile, 60)
-    iterator = iter(DataLoader(dataset, 4, num_workers=3, backend="threads"))
-    results: list[Any] = []
-    for _ in range(15):
-        try:
-            results.append(next(iterator).tolist())
-        except KeyError as error:
-            results.append(error.args)
-        except RuntimeError as error:
-            results.append("stop" if "StopIteration" in str(error) else error)
-    assert next(iterator, None) is None
+    loader = DataLoader(dataset, 4, num_workers=3, backend="threads", collate_fn=list)
+    found = outcomes(iter(loader))
     expected: list[Any] = [list(range(i, i + 4)) for i in range(0, 60, 4)]
-    expected[1], expected[6], expected[11], expected[12] = (5,), (25,), (45,), "stop"
-    assert results == expected
+    expected[1] = expected[6] = expected[11] = KeyError
+    expected[12] = RuntimeError
+    assert kinds(found) == expected
+    assert [found[at].args for at in (1, 6, 11)] == [(5,), (25,), (45,)]
+    assert "StopIteration" in str(found[12])
 
 
 # -- ends ------------------------------------------------------------------------------------------
@@ -324,13 +319,10 @@ def broken_in_one(worker: int) -> None:
 def test_tasks_of_a_worker_whose_init_fn_failed_are_errors() -> None:
     dataset: Any = Samples(int, 24)
     loader = DataLoader(dataset, 4, num_workers=2, backend="threads", worker_init_fn=broken_in_one)
-    iterator, found = iter(loader), []
-    for _ in range(6):
-        try:
-            found.append(next(iterator).tolist()[0])
-        except KeyError:
-            found.append("init")
-    assert found == [0, "init", 8, "init", 16, "init"]
+    found = [
+        batch if batch is KeyError else int(batch[0]) for batch in kinds(outcomes(iter(loader)))
+    ]
+    assert found == [0, KeyError, 8, KeyError, 16, KeyError]
 
 
 def leaving(index: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.comparison import same
+from support.failing_datasets import outcomes
 from support.forking import in_a_fork
 from support.programs import python
 from support.references import merge_references
@@ -147,14 +148,10 @@ class Fragile(Samples):
 @pytest.mark.parametrize(("backend", "workers"), [("inline", 0), ("threads", 2), ("fork", 1)])
 def test_an_error_names_the_sample_and_costs_one_batch(backend: str | None, workers: int) -> None:
     loader = DataLoader(Fragile(), 4, num_workers=workers, backend=backend, threads_per_worker=3)
-    iterator, good = iter(loader), []
-    errors: list[BaseException] = []
-    for _ in range(6):
-        try:
-            good.append(next(iterator).tolist())
-        except Exception as error:
-            errors.append(error)
+    found = outcomes(iter(loader))
+    good = [batch.tolist() for batch in found if isinstance(batch, torch.Tensor)]
     assert good == [[0, 1, 2, 3], [8, 9, 10, 11], [12, 13, 14, 15], [20]]
+    errors = [found[1], found[4]]
     assert [type(error) for error in errors] == [KeyError, RuntimeError]
     assert errors[0].args == ("five",)
     assert "sample 5" in errors[0].__notes__
