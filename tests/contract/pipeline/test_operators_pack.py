@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.pipeline_model import saved
-from support.scripts import Oops, errors_in, items_in, outcome, steps
+from support.scripts import Oops, drain, errors_in, items_in, outcome, steps
 
 from hybridloader import Pipeline
 
@@ -83,14 +83,10 @@ class Tokenize:
 
 
 def drained(run: Any) -> list[Any]:
-    found: list[Any] = []
-    while True:
-        try:
-            found.append({name: array.tolist() for name, array in next(run).items()})
-        except StopIteration:
-            return found
-        except Oops as error:
-            found.append(error.args)
+    return [
+        row.args if isinstance(row, Oops) else {name: row[name].tolist() for name in row}
+        for row in drain(run)
+    ]
 
 
 @pytest.mark.parametrize(("method", "rows", "again"), [("split", 1, 5), ("first_fit", 3, 12)])

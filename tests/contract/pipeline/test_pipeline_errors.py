@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.failing_datasets import of_a_loader_within
+from support.failing_datasets import kinds, of_a_loader_within, outcomes
 
 from hybridloader import Pipeline, StateError, TooManyErrors, WorkerDied, WorkerTimeout
 from hybridloader.errors import IteratorClosed, NotReady, ShardLost, TaskTimeout
@@ -16,14 +16,7 @@ KINDS = ("inline", "threads", "fork")
 
 def everything(run: Iterator[Any]) -> list[Any]:
     """Its items, and the types of what it raises."""
-    found: list[Any] = []
-    while True:
-        try:
-            found.append(next(run))
-        except StopIteration:
-            return found
-        except Exception as error:
-            found.append(type(error))
+    return kinds(outcomes(run))
 
 
 @pytest.mark.parametrize("backend", [*KINDS, "spawn"])
