@@ -13,7 +13,6 @@ from support.platforms import needs_fork
 
 from hybridloader import Pipeline, Replace, RestartPolicy, Retry, Skip, TooManyErrors
 from hybridloader.errors import IteratorClosed
-from hybridloader.pipeline import Placement
 
 WHERE: list[dict[str, Any]] = [
     {},
@@ -220,30 +219,6 @@ def test_closing_ends_a_wait_inline() -> None:
     run = Pipeline.from_dataset(range(3)).map(fail, on_error=Retry(9, 60)).run()
     with pytest.raises(IteratorClosed):
         next(run)
-
-
-# -- descriptions ----------------------------------------------------------------------------------
-
-
-def test_a_policy_needs_no_backend_but_a_death_does() -> None:
-    def placed(**where: Any) -> Placement:
-        return Placement.of("stage", where)
-
-    assert (placed(on_error="skip").on_error, placed(on_error="skip").inline) == (Skip(), True)
-    placement = placed(backend="threads", num_workers=1, on_worker_death="restart", task_timeout=2)
-    assert placement.on_worker_death == RestartPolicy()
-    assert placement.task_timeout == 2
-    assert placed(on_worker_death="raise", on_error="raise") == Placement()
-    for where, message in [
-        ({"on_worker_death": "restart"}, "stage 'stage' has on_worker_death but no backend"),
-        ({"task_timeout": 3}, "stage 'stage' has task_timeout but no backend"),
-        ({"on_error": "ignore"}, "stage 'stage': on_error must be"),
-        ({"on_worker_death": "x", "backend": "fork"}, "stage 'stage': on_worker_death must be"),
-        ({"task_timeout": -1, "backend": "fork"}, "stage 'stage': task_timeout is seconds"),
-        ({"task_timeout": True, "backend": "fork"}, "stage 'stage': task_timeout is seconds"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            placed(**where)  # type: ignore[arg-type]
 
 
 # -- items that kill workers -----------------------------------------------------------------------

@@ -75,6 +75,18 @@ PLACEMENTS: dict[str, Case] = {
     "no workers": placed(ValueError, "workers must be at least 1, got 0", **THREADS, num_workers=0),
     "workers alone": placed(ValueError, "workers but no backend.*backend='threads'", num_workers=2),
     "timeout alone": placed(ValueError, "timeout but no backend", timeout=3),
+    "on_worker_death alone": placed(
+        ValueError, "on_worker_death but no backend", on_worker_death="restart"
+    ),
+    "task_timeout alone": placed(ValueError, "task_timeout but no backend", task_timeout=3),
+    "unknown policy": placed(ValueError, "on_error must be", on_error="ignore"),
+    "unknown policy of deaths": placed(
+        ValueError, "on_worker_death must be", **THREADS, on_worker_death="x"
+    ),
+    "negative task_timeout": placed(ValueError, "task_timeout is sec", **THREADS, task_timeout=-1),
+    "bool task_timeout": placed(
+        ValueError, "task_timeout is seconds", **THREADS, task_timeout=True
+    ),
     "no prefetch": placed(ValueError, "prefetch must be at least 1", **THREADS, prefetch=0),
     "bool timeout": placed(ValueError, "timeout is seconds", **THREADS, timeout=True),
     "init is no function": placed(
