@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
@@ -146,21 +145,6 @@ def test_after_a_death_the_next_epoch_works_again(
 def test_a_worker_that_dies_at_its_start_is_named(backend: str) -> None:
     with pytest.raises(WorkerDied, match=r"worker 0 .*code 9"):
         list(load(Samples(int), backend, worker_init_fn=lambda worker: os._exit(9)))
-
-
-@posix
-@every_process
-def test_an_idle_persistent_worker_that_died_is_replaced_or_told(backend: str) -> None:
-    loader = load(Samples(int, 2), backend, persistent_workers=True)
-    iterator = start(loader)
-    assert outcomes(iterator) == [[0], [1]]
-    (worker,) = iterator._workers
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGKILL)
-    worker.join(60)
-    with contextlib.suppress(WorkerDied):
-        assert list(loader) == [[0], [1]]
-    assert list(loader) == [[0], [1]]
 
 
 class _DiesWithItsSegments(Dataset[torch.Tensor]):

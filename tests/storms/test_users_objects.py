@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -37,32 +36,6 @@ def test_a_look_at_one_batch_does_not_end_what_the_dataset_keeps() -> None:
     assert next(iter(loader)).tolist() == [0, 1]
     assert [batch.tolist() for batch in islice(loader, 2)] == [[2, 3], [4, 5]]
     assert next(data.source) == 6
-
-
-class Opening(IterableDataset[int]):
-    """Dataset whose iterator has something open until it ends."""
-
-    events: ClassVar[list[str]] = []  # of the class, as each worker has a copy of the dataset
-    thread: ClassVar[int]
-
-    def __iter__(self) -> Iterator[int]:
-        self.events.append("opened")
-        try:
-            yield from range(1 << 60)
-        finally:
-            self.events.append("closed")
-            Opening.thread = threading.get_ident()
-
-
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "backend": "threads"}], ids=str)
-def test_a_generator_that_nobody_keeps_ends_with_the_pass(options: dict[str, Any]) -> None:
-    data = Opening()
-    data.events.clear()
-    for number in (1, 2):
-        it: Any = iter(DataLoader(data, 2, **options))
-        next(it)
-        it.close()
-        assert data.events == ["opened", "closed"] * number
 
 
 # -- subclasses and attributes ---------------------------------------------------------------------
