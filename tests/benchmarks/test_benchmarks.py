@@ -46,12 +46,6 @@ def seconds(*values: float) -> list[dict[str, float]]:
     return [{"value": value} for value in values]
 
 
-def test_each_loader_is_measured_once_a_round_and_each_round_begins_with_the_next() -> None:
-    found = list(runner.interleaved("abc", 4))
-    assert [name for _, name in found] == list("abcbcacababc")
-    assert [number for number, _ in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-
-
 def test_values_have_the_unit_of_the_case_and_the_rehearsal_is_not_among_them() -> None:
     fakes = {"torch": Fake({}, *seconds(1, 2)), f"torch{AGAIN}": Fake({}, *seconds(1.2, 2.4))}
     result = run(fakes, 2)
