@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from support.crew_driver import OWN, CrewDriver, full, total
+from support.crew_driver import OWN, CrewDriver, full
 from support.platforms import DEADLINE, posix
 
 from hybridloader import DataLoader, Fork, WorkerDied
@@ -289,7 +289,7 @@ def test_too_many_descriptors_under_way_are_sent_later(monkeypatch: pytest.Monke
             raise refusals.pop()
         return send_some(sock, pieces, fds)
 
-    with CrewDriver(Fork(), total) as crew:
+    with CrewDriver(Fork(), np.sum) as crew:
         monkeypatch.setattr(transports, "send_some", refuse)
         assert [crew.call(full(k)) for k in range(4)] == [2 * OWN * k for k in range(4)]
     assert refusals == []

@@ -85,9 +85,5 @@ def echo(index: Any) -> Any:
     return index
 
 
-def total(index: Any) -> int:
-    return int(index.sum())
-
-
 def full(number: int) -> np.ndarray:
     return np.full(LARGE, number, np.uint8)
