@@ -22,13 +22,14 @@ from support.platforms import DEADLINE, posix
 
 from hybridloader import DataLoader, Fork, WorkerDied
 from hybridloader.backends.process import transports
-from hybridloader.backends.process.frames import encode
+from hybridloader.backends.process.frames import Frame, encode
 from hybridloader.backends.process.transports import (
     PipeEndpoint,
     PipeTransport,
     SocketEndpoint,
     SocketTransport,
 )
+from hybridloader.engine import Exited
 from hybridloader.errors import DamagedMessage, WorkerPicklingError
 from hybridloader.memory import shipping
 from hybridloader.memory.shipping import receive, ship
@@ -258,6 +259,28 @@ def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_inpu
             endpoint.get()
     finally:
         endpoint.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_descriptors_that_come_with_damage_or_behind_it_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fixture in conftest.py counts them."""
+    with CrewDriver(Fork(), abs) as driven:
+        assert driven.call(-3) == 3
+        crew = driven.raw
+        wait = crew.transport.wait
+
+        def damaged(timeout: float | None) -> Any:
+            monkeypatch.undo()
+            garbage = memoryview(b"no event at all")
+            return [(0, Frame([garbage], [os.dup(0), os.dup(0)])) for _ in range(2)]
+
+        monkeypatch.setattr(crew.transport, "wait", damaged)
+        [event] = crew.wait(0)
+        assert isinstance(event, Exited)
+        assert "sent an unreadable message" in str(event.cause)
+        assert crew.transport.wait == wait
 
 
 @posix
