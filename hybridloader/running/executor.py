@@ -170,7 +170,6 @@ class Executor(Runner):
     ) -> None:
         self.chain = chain
         self.observation = observation
-        self.observe = False  # as it was asked for
         self.plan = lay_out(
             chain, None if resumed is None else cuts_of(resumed.marks, resumed.heads)
         )

@@ -133,21 +133,15 @@ class Run(Iterator[Any]):
         resumed: Position | None = None,
     ) -> None:
         self._owner = owner  # of the workers, which lives as long as this; None: they are its own
-        # All the mutable state:
-        self._asking = threading.RLock()
-        self._asked = False
-        self._over: BaseException | None = None
-        self._finalizer: Any = None
-        self._begin(executor, epoch, resumed)
-
-    def _begin(self, executor: Executor, epoch: int, resumed: Position | None) -> None:
         self._executor, self.epoch = executor, epoch
-        if self._owner is None:
-            self._finalizer = closed_with(self, executor)
+        self._finalizer = closed_with(self, executor) if owner is None else None
         self._observation = observation = executor.observation
         self._loop = None if observation is None else observation.loop
         if observation is not None:
             observation.begin()
+        # All the mutable state:
+        self._asking = threading.RLock()
+        self._over: BaseException | None = None
         self._position = RunPosition(executor.plan, epoch, resumed)
         self._items: Iterator[Any] = iter(())
         self._queue: RelayQueue | None = None  # from which the items are taken
@@ -195,7 +189,6 @@ class Run(Iterator[Any]):
             with self._asking:
                 if self._over is not None or self._left.cancelled:
                     self._refuse()
-                self._asked = True
                 if loop is not None:
                     began = perf_counter()
                 try:
@@ -301,33 +294,6 @@ class Run(Iterator[Any]):
         """
         return self._executor.state(self._position)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the state of another run; only before the first item. See `Pipeline.run`.
-
-        Raises
-        ------
-        StateError
-            This run can't resume from the state, or has begun. Nothing was changed.
-        """
-        if self._owner is not None:
-            raise StateError(
-                "one epoch of several can't be sent elsewhere; load the state into the epochs, or into "
-                "the PipelineLoader, that it is one of"
-            )
-        with self._asking:
-            if self._asked or self._over is not None:
-                raise StateError(
-                    "a state is loaded before the first item is asked for, and this run "
-                    + ("is over" if self._over is not None else "has begun")
-                    + "; make another, with run(state=...)"
-                )
-            pipeline, observe = self._executor.chain, self._executor.observe
-            resumed = checked(state, pipeline)
-            self._finalizer()
-            # Other workers, too: theirs are seeded.
-            executor = executor_of(pipeline, None, resumed, observe=observe, idle=resumed.finished)
-            self._begin(executor, resumed.epoch, resumed)
-
     @property
     def resuming(self) -> tuple[int, int] | None:
         """Number of items that were made again and dropped to resume, and their total; else None.
@@ -387,7 +353,6 @@ def executor_of(
     chain = chain.settled()
     observation = RunObservation(chain) if is_observed(observe) else None
     executor = Executor(chain, seed, resumed, first=first, idle=idle, observation=observation)
-    executor.observe = observe
     if observation is not None:
         observation.executor = weakref.ref(executor)
     return executor

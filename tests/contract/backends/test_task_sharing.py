@@ -276,8 +276,7 @@ def test_the_steps_that_follow_a_shared_batch_draw_what_they_draw_in_one_worker(
     with later(3).run(seed=3) as run:
         got = list(islice(run, 7))
         state = run.state_dict()
-    with later(3).run(seed=3) as run:
-        run.load_state_dict(state)
+    with later(3).run(state=state) as run:
         assert [*got, *run] == expected[0]
 
 

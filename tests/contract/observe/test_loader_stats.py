@@ -167,8 +167,7 @@ def test_statistics_of_a_run_go_on_over_epochs_and_begin_at_a_state() -> None:
         next(run)
         state = run.state_dict()
     assert run.stats().items == 1
-    with pipe.run(observe=True) as run:
-        run.load_state_dict(state)
+    with pipe.run(state=state, observe=True) as run:
         assert next(run) == 1
         assert run.stats().items == 1
 

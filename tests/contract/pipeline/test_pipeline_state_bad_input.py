@@ -78,10 +78,6 @@ def test_what_is_wrong_is_said_before_anything_is_started(name: str) -> None:
         with pytest.raises(StateError, match=message):
             begin(state=spoil(state))
     assert started == []
-    with pipe.run() as run:
-        with pytest.raises(StateError, match=message):
-            run.load_state_dict(spoil(state))
-        assert len(list(run)) == 10  # as if nothing had been
     assert issubclass(StateError, HybridLoaderError)
     assert issubclass(StateError, ValueError)
 
@@ -142,19 +138,6 @@ def test_an_epoch_or_a_seed_that_differs_is_refused() -> None:
         make().epochs(5, first=3, state=state)
     with pytest.raises(StateError, match=r"epoch: the state is of epoch 2, .* end before epoch 2"):
         make().epochs(2, state=state)
-
-
-def test_a_state_is_loaded_before_the_first_item() -> None:
-    pipe = make()
-    state = a_state(pipe)
-    with pipe.run() as run:
-        next(run)
-        with pytest.raises(StateError, match=r"before the first item .* has begun"):
-            run.load_state_dict(state)
-    with pytest.raises(StateError, match=r"before the first item .* is over"):
-        run.load_state_dict(state)
-    with pipe.epochs(2) as epochs, pytest.raises(StateError, match="epochs"):
-        next(epochs).load_state_dict(state)
 
 
 def test_what_is_unordered_has_no_state_but_between_epochs() -> None:
