@@ -151,7 +151,6 @@ def _add_run(commands: Any) -> None:
             "FILE",
             "record a trace, .json or .json.gz; several ranks: 'run-$RANK.json'",
         ),
-        ("--headroom", None, None, "measure the largest possible speedup, on a few batches"),
         ("--stats", None, None, "write the statistics and the verdict of each loader at the end"),
     )
     run.add_argument(
@@ -289,10 +288,6 @@ def _run(arguments: argparse.Namespace) -> str | None:
                 around.enter_context(trace(os.path.expandvars(arguments.trace)))
             except (ValueError, OSError) as error:
                 return str(error)
-        if arguments.headroom:
-            from hybridloader.observe.headroom_trials import Reuse
-
-            around.enter_context(Reuse())
         if arguments.stats:
             from hybridloader.observe.observation import Tables
 

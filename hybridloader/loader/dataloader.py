@@ -22,7 +22,7 @@ import hybridloader._support.installed_torch  # noqa: F401 - it refuses a torch 
 from hybridloader._support.text import whole
 from hybridloader._support.user_objects import Fallback, add_note, attribute
 from hybridloader.engine.contract import Backend, get_backend
-from hybridloader.loader.iterator import iterator_of
+from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.loader.options import Options
 from hybridloader.loader.plan import LoaderPlan, announce, record_of
 from hybridloader.loader.samplers import Samplers
@@ -234,7 +234,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
         plan = self._plan()
         if [*map(id, plan.given)] != [*map(id, self._checked)]:
             self._check(plan)
-        return iterator_of(self, plan)
+        return LoaderIterator(self, plan)
 
     def _check(self, plan: LoaderPlan) -> None:
         plan.check_arguments()

@@ -48,7 +48,6 @@ from hybridloader.loader.plan import LoaderPlan
 from hybridloader.loader.progress import CheckedResults, Progress, Results
 from hybridloader.loader.state import Begins, PassStart, ResumedDispatch
 from hybridloader.observe.figures import Faults, LoopRecord, StageRecord
-from hybridloader.observe.headroom_trials import KeptBatches, Reuse
 from hybridloader.observe.measures import BRIEF, LoopWaits, SourceTimes, options_of, record_of_relay
 from hybridloader.observe.observation import Observation, is_observed
 from hybridloader.observe.stats import Stats
@@ -747,51 +746,3 @@ def for_workers(function: Any, backend: Backend) -> Any:
     if of_a_loader:
         return functools.partial(_call_while_alive, weakref.WeakMethod(function))
     return function
-
-
-# -- iterators of a loader that loads a few batches and returns them again, for ``run --headroom``
-
-
-class ReusingIterator(LoaderIterator):
-    """Iterator that loads some batches, and then returns these again, without workers."""
-
-    def __init__(self, loader: Any, plan: LoaderPlan, kept: KeptBatches) -> None:
-        self._kept = kept
-        kept.begin()
-        self._loads = not kept.enough
-        if self._loads:
-            super().__init__(loader, plan)
-        else:
-            _BaseDataLoaderIter.__init__(self, loader)
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self._kept.begin()
-        if self._kept.enough:
-            _BaseDataLoaderIter._reset(self, loader, first_iter)
-        else:
-            super()._reset(loader, first_iter)
-
-    def _next_data(self) -> Any:
-        kept = self._kept
-        if kept.enough:
-            return kept.again()
-        batch = super()._next_data()
-        if kept.keep(batch):
-            self.close()  # workers would take cores from the steps
-            kept.mark()
-        return batch
-
-    def close(self) -> None:
-        if self._loads:
-            super().close()
-
-
-def iterator_of(loader: Any, plan: LoaderPlan) -> _BaseDataLoaderIter:
-    """Make the iterator of a loader: one that reuses batches, if the command asks for that."""
-    reuse = Reuse.running()
-    if reuse is None:
-        return LoaderIterator(loader, plan)
-    kept = plan.record.kept
-    if kept is None:
-        kept = plan.record.kept = reuse.batches_of(loader)
-    return ReusingIterator(loader, plan, kept)

@@ -30,7 +30,6 @@ from hybridloader.loader.options import Options
 from hybridloader.loader.progress import Progress
 from hybridloader.loader.samplers import Samplers
 from hybridloader.memory.limits import DEFAULT_MEMORY
-from hybridloader.observe.headroom_trials import KeptBatches
 from hybridloader.observe.observation import Observation
 from hybridloader.seeding.sample_rng import SampleSeeding, parse_seeding
 
@@ -362,8 +361,6 @@ class LoaderRecord:
         """Error records of the latest epoch with an `on_error`."""
         self.observation: Observation | None = None
         """Observation of the latest iterator, if it is observed."""
-        self.kept: KeptBatches | None = None
-        """Batches that are returned again, under ``hybridloader run --headroom``."""
         self.report: weakref.WeakMethod[Callable[[], str]] | None = None
         """Method `report` of the latest iterator."""
         self.number = next(_numbers)

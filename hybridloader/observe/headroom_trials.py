@@ -1,8 +1,6 @@
 """Headroom: how much faster a loop could be if loading cost nothing.
 
-`headroom` times a training step with loading, then on batches that are already in memory. ``hybridloader
-run --headroom`` does it for an unchanged script: its loaders return a few of their batches again and
-again. An iterator checks for that once, by `Reuse.running`, when it is made.
+`headroom` times a training step with loading, then on batches that are already in memory.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TextIO
+from typing import Any
 
 from hybridloader._support.text import Shown, function, short, whole
 from hybridloader._support.text import time as shown
@@ -20,7 +18,6 @@ from hybridloader._support.torch_env import device_in_use
 from hybridloader._support.user_objects import attribute, close, length_of
 from hybridloader.observe.figures import CoreUse
 from hybridloader.observe.measures import CoreUsage
-from hybridloader.observe.tracing import ProgramBlock, numbered
 
 WARM_UP = 4  # first steps, which are not timed: workers start, kernels are compiled
 
@@ -217,131 +214,3 @@ def _since(clock: Callable[[], float], wait: Callable[[], None]) -> float:
 
 def _rate(seconds: float) -> str:
     return f"{1 / seconds:,.1f}" if seconds > 0 else "infinite"
-
-
-LOADED, KEPT = 36, 4  # most batches of a loader that are loaded, and how many of these are reused
-
-WAITS = 8
-"""Steps without loading between two waits for the device. Launched kernels may still run meanwhile."""
-
-LEAST = 2  # fewest batches to load: one that is not timed and one that is
-
-
-class KeptBatches:
-    """First batches of one loader, returned again and again, and the times of the loop over it.
-
-    One thread uses it: that of the loop.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        length: int | None,  # batches of an epoch; None: unknown
-        clock: Callable[[], float] = time.perf_counter,
-        wait: Callable[[], None] = synchronize,  # until the device is done
-    ) -> None:
-        self.name, self.length = name, length
-        half = min(LOADED, (length or 0) // 2)
-        self.loads = half if half >= LEAST else 0  # batches to load; 0: all, without reuse
-        self.warm = min(WARM_UP, self.loads // 2)
-        self._now = partial(_since, clock, wait)
-        # All the mutable state:
-        self.loading = self.ready = 0.0  # seconds with loading and without
-        self.steps = 0  # without loading, finished by the device
-        self._mark = 0.0
-        self._cores: CoreUsage | None = None  # since the last batch was loaded
-        self._kept: list[Any] = []
-        self._loaded = self._given = 0  # in this epoch
-        self._launched = 0  # steps without loading, not yet waited for
-
-    def begin(self) -> None:
-        """Begin an epoch: load again, unless the previous epoch loaded enough."""
-        self._given = 0
-        if not self.enough:
-            self._loaded = 0
-            self._kept.clear()
-
-    @property
-    def enough(self) -> bool:
-        """True if no further batch is to be loaded."""
-        return self.steps > 0 or 0 < self.loads <= self._loaded
-
-    def keep(self, batch: Any) -> bool:
-        """Note a loaded batch; return True if it was the last one to load."""
-        if self.loads and len(self._kept) < KEPT:
-            self._kept.append(batch)
-        self._loaded += 1
-        self._given += 1
-        if self._loaded == self.warm:
-            self.mark()
-        if self._loaded == self.loads:
-            self.loading = self._now() - self._mark
-            self._cores = CoreUsage()
-        return self.enough
-
-    def mark(self) -> None:
-        """Start a measurement."""
-        self._launched = 0
-        self._mark = self._now()
-
-    def again(self) -> Any:
-        """Return a kept batch; raise `StopIteration` at the end of the epoch."""
-        last = self._given >= (self.length or 0)
-        if self._given:
-            self._launched += 1
-            if last or self._launched == WAITS:
-                self.steps += self._launched
-                before = self._mark
-                self.mark()
-                self.ready += self._mark - before
-        else:
-            self.mark()
-        if last:
-            raise StopIteration
-        self._given += 1
-        return self._kept[self._given % len(self._kept)]
-
-    def __str__(self) -> str:
-        if self.length is None:
-            return f"{self.name} loaded all its batches, because it has no len()."
-        if not self.steps:
-            return (
-                f"{self.name} loaded all its batches, because no epoch had more than "
-                f"{self.loads or 2 * LEAST - 1}."
-            )
-        timed, kept = self.loads - self.warm, min(KEPT, self.loads)
-        others = 0.0 if self._cores is None else _others(self._cores.use())
-        found = Headroom(self.loading / timed, self.ready / self.steps, self.steps, kept, others)
-        steps = f"{timed} steps with loading, {self.steps} on {kept} batches."
-        return f"{self.name}: {found.summary} {steps}"
-
-
-class Reuse(ProgramBlock):
-    """Reuse of batches by all loaders whose iterators are made while it runs; for one use.
-
-    Its end writes a line of measurements for each loader.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        super().__init__()
-        self._stream = stream
-        # All the mutable state:
-        self.loaders: list[KeptBatches] = []
-
-    def _end(self, error: BaseException | None) -> None:
-        stream = sys.stderr if self._stream is None else self._stream
-        if not self.loaders:
-            print("hybridloader: no loop took batches of a DataLoader: no headroom", file=stream)
-        for kept in self.loaders:
-            print(f"hybridloader: {kept}", file=stream)
-        if any(kept.steps for kept in self.loaders):
-            print(
-                "hybridloader: most steps used the same few batches; discard the trained weights",
-                file=stream,
-            )
-
-    def batches_of(self, loader: Any) -> KeptBatches:
-        """Return an empty store for the batches of `loader`."""
-        kept = KeptBatches(numbered("DataLoader", len(self.loaders) + 1), length_of(loader))
-        self.loaders.append(kept)
-        return kept

@@ -1,16 +1,14 @@
-"""Headroom of a loop with scripted times, and of a script, all of whose loaders reuse batches."""
+"""Headroom of a loop with scripted times."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch.utils.data
 from support.manual_clock import Clock
-from support.recordings import KEPT, CoreUsage, CoreUse, KeptBatches, Reuse, measure
+from support.recordings import CoreUsage, CoreUse, measure
 from torch.utils.data import IterableDataset
 
 import hybridloader
@@ -148,101 +146,3 @@ def fails(batch: Any) -> None:
 def test_bad_input(loader: Any, step: Any, options: Any, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
         hybridloader.observe.headroom(loader, step, **options)
-
-
-# -- of a script: loaders return the same few batches ------------------------------------------------
-
-
-def test_times_are_those_of_the_loop_with_and_without() -> None:
-    """Loading takes 3 s, a step 1 s on the host and 1 s more on the device, which works behind."""
-    clock, behind = Clock(), [0.0]
-
-    def wait() -> None:
-        clock.now += behind[0]
-        behind[0] = 0.0
-
-    def step() -> None:
-        clock.now += 1.0
-        wait()  # what the step before has left
-        behind[0] = 1.0
-
-    kept = KeptBatches("DataLoader", 20, clock, wait)
-    for _ in range(3):
-        kept.begin()
-        while not kept.enough:
-            clock.now += 3.0
-            behind[0] = 0.0
-            kept.keep("batch")
-            if kept.enough:
-                clock.now += 50.0  # of closing
-                kept.mark()
-            step()
-        while True:
-            try:
-                kept.again()
-            except StopIteration:
-                break
-            step()
-        clock.now += 500.0  # between the epochs
-    assert (kept.loads, kept.warm) == (10, 4)
-    assert kept.loading == pytest.approx(6 * 4.0)
-    assert kept.steps == 11 + 20 + 20
-    assert kept.ready == pytest.approx(kept.steps * 2.0, rel=0.02)
-    assert "at most 2.0" in str(kept)
-
-
-@pytest.mark.parametrize(("ours", "persistent"), [(True, False), (False, True)])
-def test_most_batches_are_the_same_few(ours: bool, persistent: bool) -> None:
-    asked: list[int] = []
-
-    class Counting(torch.utils.data.Dataset[int]):
-        def __len__(self) -> int:
-            return 200
-
-        def __getitem__(self, index: int) -> int:
-            asked.append(index)
-            return index
-
-    data = Counting()
-    options: Any = {"persistent_workers": persistent, "num_workers": 2}
-    stream = io.StringIO()
-    with Reuse(stream) as reuse, hybridloader.install("threads"):
-        assert Reuse.running() is reuse
-        cls: Any = DataLoader if ours else torch.utils.data.DataLoader
-        loader = cls(data, 2, **{"backend": "threads"} if ours else {}, **options)
-        epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
-    assert Reuse.running() is None
-    assert [len(epoch) for epoch in epochs] == [100] * 3
-    batches = [[2 * number, 2 * number + 1] for number in range(36)]
-    assert epochs[0][:36] == batches
-    rest = [batch for epoch in (epochs[0][36:], *epochs[1:]) for batch in epoch]
-    assert {tuple(batch) for batch in rest} == {tuple(batch) for batch in batches[:KEPT]}
-    assert max(asked) < 2 * (36 + 10), "with what was read ahead"
-    line, warning = stream.getvalue().splitlines()
-    assert line.startswith("hybridloader: DataLoader: ")
-    assert "32 steps with loading, 265 on 4 batches." in line
-    assert "discard the trained weights" in warning
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(6))
-
-
-def test_loaders_that_cannot_load_as_ever() -> None:
-    with Reuse(stream := io.StringIO()):
-        pass
-    assert "no loop took batches of a DataLoader: no headroom" in stream.getvalue()
-    stream = io.StringIO()
-    with Reuse(stream):
-        assert len(list(DataLoader(Stream()))) == 6
-        assert len(list(DataLoader(range(3), **THREADS))) == 3  # type: ignore[arg-type]
-        early = DataLoader(range(100), **THREADS)  # type: ignore[arg-type]
-        for _ in range(2):
-            for batch, _ in zip(early, range(5), strict=False):
-                assert batch < 5
-    assert stream.getvalue().splitlines() == [
-        "hybridloader: DataLoader loaded all its batches, because it has no len().",
-        "hybridloader: DataLoader 2 loaded all its batches, because no epoch had more than 3.",
-        "hybridloader: DataLoader 3 loaded all its batches, because no epoch had more than 36.",
-    ]
