@@ -230,7 +230,7 @@ class _TaskSharing:
         return True
 
     def turn(self, seconds: float) -> None:
-        """Decide anew: `mean` has passed `limit`, or the first task took so many `seconds`."""
+        """Decide again: `mean` has passed `limit`, or the first task took so many `seconds`."""
         if self.limit == float("inf"):
             self.mean = seconds
         self.shares = self.mean > (self._worth / 2 if self.shares else self._worth)

@@ -200,7 +200,7 @@ class Installation:
         """Return an iterator over a torch loader: torch's if hybridloader refuses the loader."""
         import torch
 
-        from hybridloader.loader.iterator import iterator_of
+        from hybridloader.loader.iterator import LoaderIterator
         from hybridloader.loader.plan import LoaderPlan
 
         try:
@@ -215,7 +215,7 @@ class Installation:
         generator = torch.default_generator if loader.generator is None else loader.generator
         before = generator.get_state()
         try:
-            return iterator_of(loader, plan)
+            return LoaderIterator(loader, plan)
         except ForkUnsafe:  # torch's loader would fork as well
             generator.set_state(before)
             raise
