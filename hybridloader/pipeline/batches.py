@@ -1,8 +1,7 @@
-"""Operators that group items: batches of all kinds, their fields, padding and collation."""
+"""Operators that group items: batches of all kinds, padding and collation."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,88 +42,6 @@ if TYPE_CHECKING:
     import torch
 
 
-# -- samples with fields: mappings, namedtuples and dataclasses, taken apart and put together again
-#
-# A batch that was collated is split into the samples that it was made of. A batch of columns is
-# distinguished from a list of samples by types, never by lengths. So all batches of a pipeline are
-# taken alike.
-
-
-def is_named(value: Any) -> bool:
-    """Return True if it is a namedtuple."""
-    return isinstance(value, tuple) and has(value, "_fields")
-
-
-def is_array(value: Any) -> bool:
-    """Return True if it is a tensor or array with a first dimension. Imports neither torch nor numpy."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    found = (torch is not None and isinstance(value, torch.Tensor)) or (
-        numpy is not None and isinstance(value, numpy.ndarray)
-    )
-    return found and value.ndim > 0
-
-
-def samples_of(batch: Any, place: str = "the batch") -> Sequence[Any]:
-    """Return the samples of one batch, which errors call `place`; see `Unbatch`.
-
-    Raises `TypeError` if it is no batch, or could be either, and `ValueError` if its columns are of
-    different lengths.
-    """
-    if is_array(batch):
-        return batch.unbind(0) if has(batch, "unbind") else list(batch)
-    if isinstance(batch, Mapping):
-        names = list(batch)
-        rows = _transposed([batch[name] for name in names], names, place)
-        return [like(batch, dict(zip(names, row, strict=True))) for row in rows]
-    if is_named(batch):
-        return [type(batch)(*row) for row in _transposed(batch, batch._fields, place)]
-    if isinstance(batch, (list, tuple)):
-        if _holds_columns(batch, place):
-            return list(_transposed(batch, range(len(batch)), place))
-        return batch  # also strings, for example, which default_collate leaves in a list
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in dataclasses.fields(batch) if field.init]
-        rows = _transposed([getattr(batch, name) for name in names], names, place)
-        return [dataclasses.replace(batch, **dict(zip(names, row, strict=True))) for row in rows]
-    raise TypeError(
-        f"unbatch: {place} can't be split into samples: {short(batch)}; there are rules for tensors, "
-        "arrays, mappings, namedtuples, dataclasses, lists and tuples; for anything else use flat_map, "
-        "with a function from a batch to an iterable of samples"
-    )
-
-
-def _holds_columns(batch: Sequence[Any], place: str) -> bool:
-    """Return True if it holds columns: arrays of different kinds, or arrays and other things.
-
-    Samples that are arrays are of one dtype and number of dimensions. Columns may be, too.
-    """
-    arrays = [value for value in batch if is_array(value)]
-    if not arrays:
-        return False
-    if len(arrays) < len(batch) or len({(type(a), a.dtype, a.ndim) for a in arrays}) > 1:
-        return True
-    raise TypeError(
-        f"unbatch: {place}, a {type(batch).__qualname__} of {len(batch)} x "
-        f"{type(batch[0]).__qualname__}, all of one dtype and number of dimensions, may be one thing "
-        "for each sample, or columns as default_collate makes of tuples; use flat_map(list), or "
-        "flat_map(lambda batch: zip(*batch))"
-    )
-
-
-def _transposed(
-    values: Iterable[Any], names: Iterable[Any], place: str
-) -> Iterable[tuple[Any, ...]]:
-    named = [f"{place}[{name!r}]" for name in names]
-    split = [samples_of(value, name) for value, name in zip(values, named, strict=True)]
-    if len(set(map(len, split))) > 1:
-        lengths = ", ".join(f"{name}: {len(rows)}" for name, rows in zip(named, split, strict=True))
-        raise ValueError(
-            f"unbatch: columns of different lengths ({lengths}); use flat_map, with a function "
-            "from a batch to an iterable of samples"
-        )
-    return zip(*split, strict=True)
-
-
 # -- collation in the thread that pulls: samples become a batch, large ones in recycled slots
 #
 # The same collation and the same slots as in workers; see `hybridloader.fetching.collate` and
@@ -143,7 +60,7 @@ def check_collation(operator: Operator, collate_fn: Any, memory: Any) -> None:
     check_memory(operator.name, memory)
 
 
-# -- operators that make batches of items, and items of batches
+# -- operators that make batches of items
 #
 # They group in the order in which items come and never look further ahead than the batch they are
 # about to give. Collation is done in the thread that pulls; for collation in workers, map the
@@ -271,58 +188,6 @@ class BatchIterator(_CollatingIterator):
             self._taken += 1
 
 
-@dataclass(frozen=True)
-class Unbatch(Operator):
-    """The samples of every batch, one by one.
-
-    Tensors and arrays are split along their first dimension. Mappings, namedtuples and dataclasses
-    are split field by field, and each sample has the same structure. Collated numbers become tensors
-    of no dimension, because their types are not known.
-
-    A list or tuple without an array becomes its elements. One of arrays that differ in dtype or number
-    of dimensions, or of arrays and other objects, holds columns, as `default_collate` makes of tuples,
-    and becomes tuples. One of arrays of one kind could be either, and is an error: split it by a
-    `flat_map`.
-    """
-
-    begins_anew = makes_several = marks_inputs = counts_errors = True
-
-    def open(self, items: Iterator[Any], context: Context) -> Iterator[Any]:
-        return UnbatchIterator(items, context)
-
-    def length(self, upstream: Length) -> Length:
-        return 0 if upstream == 0 else None
-
-
-class UnbatchIterator(OperatorIterator):
-    """Iterator of `Unbatch`."""
-
-    def __init__(self, items: Iterator[Any], context: Context) -> None:
-        super().__init__(items)
-        self._mark = context.mark
-        # All the mutable state:
-        self._samples: Iterator[Any] = iter(())  # what is left of the batch
-        self._given, self._taken = context.start, context.first  # samples and errors; batches
-
-    def __next__(self) -> Any:
-        try:
-            while True:
-                for sample in self._samples:
-                    self._given += 1
-                    return sample
-                self._mark(self._given, self._taken)
-                try:
-                    batch = super().__next__()
-                except Exception as error:
-                    self._taken += counts_as_item(error)
-                    raise
-                self._taken += 1
-                self._samples = iter(samples_of(batch))
-        except Exception as error:
-            self._given += counts_as_item(error)
-            raise
-
-
 # -- padding: samples of different lengths become one batch, filled up with a padding value
 #
 # Samples of one shape give the batch of `default_collate`, with one difference: a list of numbers is
@@ -395,7 +260,7 @@ class Pad:
                 if not isinstance(sample, (tuple, list)) or len(sample) != len(first):
                     raise _unlike(place, first, sample)
             batches, lengths = self._fields(zip(*samples, strict=True), range(len(first)), place)
-            if is_named(first):
+            if has(first, "_fields"):  # a namedtuple
                 return type(first)(*batches), type(first)(*lengths)
             return batches, lengths
         from torch.utils.data import default_collate

@@ -20,7 +20,7 @@ from hybridloader.devices.pinning import AHEAD, BUFFER_BYTES
 from hybridloader.fetching.collate import WithoutTorch
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.fetching.shards import names_shards
-from hybridloader.pipeline.batches import Batch, BatchBy, BucketBy, Unbatch
+from hybridloader.pipeline.batches import Batch, BatchBy, BucketBy
 from hybridloader.pipeline.cache import Cache, fingerprint_of_steps, ranks_of_steps
 from hybridloader.pipeline.joins import Concat, Interleave, Mix, Zip
 from hybridloader.pipeline.order import (
@@ -260,7 +260,6 @@ class Pipeline(Chain):
     # -- groups --------------------------------------------------------------------------------------
 
     batch = _step("batch", Batch)
-    unbatch = _step("unbatch", Unbatch)
     batch_by = _step("batch_by", BatchBy)
     bucket_by = _step("bucket_by", BucketBy)
     pack = _step("pack", Pack)

@@ -67,7 +67,6 @@ LENGTHS = {
     ".batch_by(cost, max_cost)": lambda pipe: pipe.batch_by(abs, 9),
     ".bucket_by(key, batch_size)": lambda pipe: pipe.bucket_by(abs, 2),
     ".pack(row_length)": lambda pipe: pipe.pack(4),
-    ".unbatch()": lambda pipe: pipe.unbatch(),
     ".shuffle(buffer_size)": lambda pipe: pipe.shuffle(3),
     ".take(count)": lambda pipe: pipe.take(3),
     ".skip(count)": lambda pipe: pipe.skip(3),

@@ -110,10 +110,6 @@ def listed(row: Any) -> Any:
     return {name: row[name].tolist() for name in row}
 
 
-def parts(item: Any) -> Any:
-    return item if isinstance(item, list) else [item]
-
-
 def instead(item: Any, error: Exception) -> Any:
     return ("instead", item)
 
@@ -548,7 +544,6 @@ STEPS: dict[str, tuple[Build, Model, str]] = {
         grouped(by_key(kind, size_of), drop_last=True),
         "",
     ),
-    "unbatch": (lambda pipe, _: pipe.map(parts).unbatch(), each(parts), ""),
     "packed": (packing(5), split(5), ""),
     "packed whole": (packing(8, "first_fit", 2), first_fit(8, 2), ""),
     "shuffle": (step("shuffle", 4, seed=5), drawn(4, 5), "e"),

@@ -55,7 +55,7 @@ SEVERAL: dict[str, Step] = {  # one of these
     "none": lambda pipe, _: pipe,
     "flat_map": lambda pipe, settings: pipe.flat_map(several, **settings.place()),
     "flat_map and filter": lambda pipe, settings: pipe.flat_map(several).filter(odd),
-    "unbatch": lambda pipe, _: pipe.map(several).unbatch(),
+    "flat_map of lists": lambda pipe, _: pipe.map(several).flat_map(list),
 }
 LATE: dict[str, Step] = {  # in any number and order after it
     "map": EARLY["map"],
@@ -295,7 +295,7 @@ def both(make: Make, most: tuple[int, int] = (3, 5)) -> list[Any]:
             "does not make one item of each, before a step with",
         ),
         (
-            [LATE["batch"], lambda pipe, _: pipe.unbatch()],
+            [LATE["batch"], lambda pipe, _: pipe.flat_map(list)],
             r"has returned a part of its results of a batch",
         ),
         (

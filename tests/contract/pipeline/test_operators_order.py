@@ -20,7 +20,6 @@ INFINITE = float("inf")
 STEPS: dict[str, Step] = {
     "batch": steps.batch(3, collate_fn=list),
     "batch, full": steps.batch(3, drop_last=True, collate_fn=list),
-    "unbatch": lambda pipe: pipe.map(lambda item: [item, item]).unbatch(),
     "batch_by": steps.batch_by(lambda item: 1, 12, collate_fn=list),
     "batch_by, padded": steps.batch_by(lambda item: 1, 4, padded=True, collate_fn=list),
     "bucket_by": steps.bucket_by(type, 2, collate_fn=list),
@@ -216,7 +215,7 @@ JOINS: list[Step] = [
 
 
 def test_a_description_is_a_value_and_a_pickle_of_it_another_one() -> None:
-    functions = {"unbatch", "batch_by", "batch_by, padded"}
+    functions = {"batch_by", "batch_by, padded"}
     for step in [*(step for name, step in STEPS.items() if name not in functions), *JOINS]:
         pipe = step(Pipeline.from_iterable(numbers))
         again = pickle.loads(pickle.dumps(pipe))

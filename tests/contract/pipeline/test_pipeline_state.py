@@ -58,7 +58,7 @@ STEPS: dict[str, Callable[[Pipeline, Place], Pipeline]] = {
     "flat_map": lambda pipe, place: pipe.flat_map(some, **place),
     "skip": lambda pipe, place: pipe.map(fails, on_error=Skip(None), **place),
     "error": lambda pipe, place: pipe.map(fails, **place),
-    "unbatch": lambda pipe, place: pipe.filter(odd, **place).map(some).unbatch(),
+    "flat_map of lists": lambda pipe, place: pipe.filter(odd, **place).map(some).flat_map(list),
     "shard behind errors": lambda pipe, place: pipe.map(fails, **place).filter(odd).shard(3, 1),
     "batch_by": lambda pipe, place: pipe.batch_by(size, 13, collate_fn=list),
     "bucket_by": lambda pipe, place: pipe.bucket_by(kind, 3, collate_fn=list),
