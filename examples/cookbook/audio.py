@@ -20,7 +20,7 @@ import torch
 
 from hybridloader import DataLoader, SampleSeeding
 from hybridloader.pipeline import Pad
-from hybridloader.sampling import BucketBatchSampler, TokenBudgetBatchSampler
+from hybridloader.sampling import TokenBudgetBatchSampler
 
 RATE, TIMES = 16_000, 3
 """Rate that the model hears; the files have `TIMES` as many samples a second."""
@@ -164,12 +164,6 @@ def main(folder, format, files, rounds):
 
     samplers = {
         "16 utterances": 16,
-        "16 of similar length": BucketBatchSampler(
-            spoken.lengths,
-            16,
-            buckets=8,
-            seed=0,
-        ),
         "80 seconds": TokenBudgetBatchSampler(spoken.lengths, max_cost=8000, seed=0),
     }
     for name, batches in samplers.items():

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from hybridloader._support.lazily import lazily
 
 if TYPE_CHECKING:
-    from hybridloader.sampling.batching import BucketBatchSampler as BucketBatchSampler
     from hybridloader.sampling.batching import TokenBudgetBatchSampler as TokenBudgetBatchSampler
     from hybridloader.sampling.permutation import Permutation as Permutation
     from hybridloader.sampling.resumable import ResumableSampler as ResumableSampler
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazily(
     __name__,
     {
-        "batching": "BucketBatchSampler TokenBudgetBatchSampler",
+        "batching": "TokenBudgetBatchSampler",
         "permutation": "Permutation",
         "resumable": "ResumableSampler",
         "shuffle": "BlockShuffleSampler DistributedShuffleSampler ShuffleSampler",

@@ -19,7 +19,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from hybridloader import DataLoader
-from hybridloader.sampling import BucketBatchSampler, ShuffleSampler
+from hybridloader.sampling import ShuffleSampler, TokenBudgetBatchSampler
 
 LENGTH, BATCH = 23, 4
 BATCHES = 6
@@ -70,8 +70,8 @@ SAMPLERS: dict[str, Made] = {
         "drop_last": True,
     },
     "our batches": lambda: {
-        "batch_sampler": BucketBatchSampler(
-            [n % 7 + 1 for n in range(LENGTH)], BATCH, buckets=3, seed=1
+        "batch_sampler": TokenBudgetBatchSampler(
+            [n % 7 + 1 for n in range(LENGTH)], 2**30, max_size=BATCH, seed=1
         )
     },
     "batches": lambda: {

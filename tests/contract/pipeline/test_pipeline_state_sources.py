@@ -15,7 +15,6 @@ from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
 from hybridloader import Pipeline
 from hybridloader.errors import StateError
 from hybridloader.sampling import (
-    BucketBatchSampler,
     DistributedShuffleSampler,
     ShuffleSampler,
     TokenBudgetBatchSampler,
@@ -64,7 +63,7 @@ SOURCES: dict[str, Callable[[], Pipeline]] = {
         WeightedRandomSampler(LENGTHS, 1500, generator=generator(5))
     ),
     "a list of indices": lambda: sampled(list(range(0, 3000, 2))),
-    "buckets": lambda: batched(BucketBatchSampler(LENGTHS, 4, buckets=9, seed=1)),
+    "budget": lambda: batched(TokenBudgetBatchSampler(LENGTHS, 2**30, max_size=4, seed=1)),
     "budgets": lambda: batched(TokenBudgetBatchSampler(LENGTHS, max_cost=40, seed=1)),
     "batches at random": lambda: batched(BatchSampler(RandomSampler(range(2000)), 3, True)),
     "batches of ours": lambda: batched(BatchSampler(ShuffleSampler(2000, seed=9), 3, False)),

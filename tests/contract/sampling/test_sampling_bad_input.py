@@ -11,7 +11,6 @@ import torch
 
 from hybridloader.sampling import (
     BlockShuffleSampler,
-    BucketBatchSampler,
     DistributedShuffleSampler,
     Permutation,
     ShuffleSampler,
@@ -29,10 +28,6 @@ def ranked(**changed: Any) -> Any:
 
 def drawing(weights: Any = (1, 2), num_samples: Any = 1, **changed: Any) -> Any:
     return WeightedSampler(weights, num_samples, **{"seed": 0, **changed})
-
-
-def bucketed(lengths: Any = (1, 2), batch_size: Any = 2, **changed: Any) -> Any:
-    return BucketBatchSampler(lengths, batch_size, **{"seed": 0, "buckets": 1, **changed})
 
 
 def blocked(data_source: Any = (3, 4), **changed: Any) -> Any:
@@ -82,13 +77,10 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: drawing([[1, 2]]), ValueError, r"one dimension, got the shape \(1, 2\)"),
     (lambda: drawing([1j]), TypeError, "weights must be numbers, got complex128"),
     (lambda: drawing(num_samples=0), ValueError, "num_samples must be at least 1, got 0"),
-    (lambda: bucketed([1, -1]), ValueError, r"got lengths\[1\] = -1"),
-    (lambda: bucketed([1.0, 2.0]), TypeError, "whole numbers, got float64; count in a finer unit"),
-    (lambda: bucketed(np.array([2**63], np.uint64)), ValueError, "lengths must be at most"),
-    (lambda: bucketed([2**70]), TypeError, "lengths must be numbers, got object"),
-    (lambda: bucketed(buckets=0), ValueError, "buckets must be at least 1"),
-    (lambda: bucketed(buckets=[3, 2]), ValueError, r"must ascend, got \[3, 2\]"),
-    (lambda: bucketed(buckets=2.0), TypeError, "buckets must be a number, or the"),
+    (lambda: budgeted([1, -1]), ValueError, r"got lengths\[1\] = -1"),
+    (lambda: budgeted([1.0, 2.0]), TypeError, "whole numbers, got float64; count in a finer unit"),
+    (lambda: budgeted(np.array([2**63], np.uint64)), ValueError, "lengths must be at most"),
+    (lambda: budgeted([2**70]), TypeError, "lengths must be numbers, got object"),
     (lambda: budgeted(max_cost=0), ValueError, "max_cost must be at least 1"),
     (
         lambda: budgeted([3, 10, 4, 11]),

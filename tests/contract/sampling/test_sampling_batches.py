@@ -1,9 +1,8 @@
-"""Batches by length: every sample once, within its bucket or its budget, in another order each time."""
+"""Batches by length: every sample once, within its budget, in another order each time."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridloader.sampling import BucketBatchSampler, TokenBudgetBatchSampler
+from hybridloader.sampling import TokenBudgetBatchSampler
 
 no_deadline = settings(deadline=None, max_examples=150)
 lengths_ = st.lists(
@@ -28,71 +27,9 @@ def skewed(n: int) -> Any:
     return np.minimum(np.random.default_rng(0).lognormal(5.5, 0.8, n).astype(np.int64) + 1, 8192)
 
 
-@no_deadline
-@given(
-    lengths_,
-    st.integers(1, 9),
-    st.one_of(
-        st.integers(1, 30),
-        st.lists(st.integers(0, 3000), unique=True).map(sorted),
-    ),
-    st.booleans(),
-    st.booleans(),
-    st.integers(0, 3),
-)
-def test_buckets(
-    lengths: list[int],
-    batch_size: int,
-    buckets: int | list[int],
-    drop_last: bool,
-    shuffle: bool,
-    epoch: int,
-) -> None:
-    sampler = BucketBatchSampler(
-        lengths,
-        batch_size,
-        buckets=buckets,
-        seed=5,
-        drop_last=drop_last,
-        shuffle=shuffle,
-        epoch=epoch,
-    )
-    batches = list(sampler)
-    assert len(batches) == len(sampler)
-    assert len(set(flat(batches))) == len(flat(batches)) == len(lengths) - sampler.left_out
-    assert all(1 <= len(batch) <= batch_size for batch in batches)
-    given = [[lengths[index] for index in batch] for batch in batches]
-    if isinstance(buckets, list):
-        assert all(
-            bisect_right(buckets, min(some)) == bisect_right(buckets, max(some)) for some in given
-        )
-    if drop_last:
-        assert {len(batch) for batch in batches} <= {batch_size}
-    else:
-        assert sampler.left_out == 0
-    if not shuffle:
-        assert all(batch == sorted(batch) for batch in batches)
-    elif not drop_last:
-        plain = BucketBatchSampler(lengths, batch_size, buckets=buckets, seed=5, shuffle=False)
-        assert sorted(map(len, plain)) == sorted(map(len, batches))
-
-
-def test_a_number_of_buckets_makes_them_of_as_many_samples() -> None:
-    plain = BucketBatchSampler(range(100), 10, buckets=4, seed=0, shuffle=False)
-    spans = [(batch[0], batch[-1]) for batch in plain]
-    assert spans == [
-        (s + a, s + b) for s in (0, 25, 50, 75) for a, b in ((0, 9), (10, 19), (20, 24))
-    ]
-    lengths = skewed(10_000)
-    ends = np.sort(lengths)[::1000].tolist()
-    for batch in BucketBatchSampler(lengths, 10, buckets=10, seed=0):
-        assert len({bisect_right(ends, length) for length in lengths[batch].tolist()}) == 1
-    assert len(BucketBatchSampler([7] * 100, 10, buckets=4, seed=0)) == 10
-
-
 def test_samples_and_batches_are_shuffled() -> None:
     """Whoever is first, in the first batch, or in a batch with sample 0, is so by chance."""
-    sampler = BucketBatchSampler([1] * 20 + [9] * 20, 4, buckets=2, seed=0)
+    sampler = TokenBudgetBatchSampler([1] * 20 + [9] * 20, 36, max_size=4, seed=0)
     first, beside, long_first = set(), set(), 0
     for _ in range(300):
         batches = list(sampler)
@@ -171,16 +108,17 @@ def test_the_number_of_padded_batches_is_the_same_in_every_epoch_and_their_sampl
     assert len(together[0] & together[1]) < 0.2 * len(together[0])
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda lengths: BucketBatchSampler(lengths, 3, buckets=3, seed=0),
-        lambda lengths: BucketBatchSampler(lengths, 3, buckets=range(4, 99, 4), seed=0),
-        lambda lengths: TokenBudgetBatchSampler(lengths, 60, seed=0),
-    ],
-)
-def test_lengths_may_come_in_any_form(make: Callable[[Any], Any]) -> None:
+def test_a_size_without_a_budget_makes_batches_of_that_size_of_similar_length() -> None:
+    lengths = skewed(10_000)
+    batches = list(TokenBudgetBatchSampler(lengths, 2**40, max_size=32, seed=0))
+    assert [len(batch) for batch in batches].count(32) >= len(batches) - 1
+    costs = [int(lengths[batch].max()) * len(batch) for batch in batches]
+    assert 1 - lengths.sum() / sum(costs) < 0.06
+
+
+def test_lengths_may_come_in_any_form() -> None:
     lengths = [(7 * i) % 31 for i in range(60)]
+    make = partial(TokenBudgetBatchSampler, max_cost=60, seed=0)
     plain = make(lengths)
     batches, state = list(plain), plain.state_dict()
     for form in (
@@ -199,12 +137,6 @@ def test_lengths_may_come_in_any_form(make: Callable[[Any], Any]) -> None:
 
 def test_batches_are_pinned() -> None:
     lengths = [(7 * i) % 31 for i in range(12)]
-    assert list(BucketBatchSampler(lengths, 4, buckets=2, seed=1)) == [
-        [10, 6],
-        [1, 0, 9, 5],
-        [3, 2],
-        [8, 4, 11, 7],
-    ]
     assert list(TokenBudgetBatchSampler(lengths, 64, seed=1)) == [
         [6, 2, 11],
         [0, 9, 5, 1, 10],

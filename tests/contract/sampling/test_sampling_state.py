@@ -22,7 +22,6 @@ from torch.utils.data import BatchSampler
 import hybridloader
 from hybridloader.sampling import (
     BlockShuffleSampler,
-    BucketBatchSampler,
     DistributedShuffleSampler,
     ResumableSampler,
     ShuffleSampler,
@@ -51,7 +50,6 @@ MADE: dict[str, Callable[[], ResumableSampler[Any]]] = {
         [9, 7, 20, 13], 3, num_replicas=2, rank=1, num_canonical_ranks=4, shuffle=False
     ),
     "weighted": lambda: WeightedSampler(WEIGHTS, 40, seed=3),
-    "buckets": lambda: BucketBatchSampler(LENGTHS, 4, buckets=3, seed=3),
     "budget": _budget,
     "budget, no shuffle": lambda: _budget(shuffle=False),
 }
@@ -65,7 +63,7 @@ def _short_blocks() -> Iterator[None]:
     """Read an epoch in several blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ResumableSampler, "_BLOCK", 7)
-        patch.setattr("hybridloader.sampling.batching.PlannedBatchSampler._BLOCK", 3)
+        patch.setattr("hybridloader.sampling.batching.TokenBudgetBatchSampler._BLOCK", 3)
         yield
 
 
@@ -289,9 +287,6 @@ def test_a_sampler_made_otherwise_refuses_the_state() -> None:
     def rank(**more: Any) -> Any:
         return DistributedShuffleSampler(10, 1, num_replicas=2, rank=0, **more)
 
-    def buckets(lengths: list[int], **more: Any) -> Any:
-        return BucketBatchSampler(lengths, 1, seed=0, **more)
-
     def budget(**more: Any) -> Any:
         return TokenBudgetBatchSampler([1, 2], 4, seed=0, **more)
 
@@ -299,9 +294,7 @@ def test_a_sampler_made_otherwise_refuses_the_state() -> None:
         (ShuffleSampler(10, 1), ShuffleSampler(11, 1), "n is 10 in the state and 11 in this"),
         (ShuffleSampler(10, 1), ShuffleSampler(10, 2), "seed is 1 in the state and 2 in this"),
         (rank(), rank(shuffle=False), "shuffle is True in the state and False"),
-        (buckets([1, 2], buckets=1), buckets([1, 2], buckets=2), "buckets is 1 in the state and 2"),
-        (buckets([1], buckets=[1]), buckets([1], buckets=[2]), r"buckets is \[1\] in the state"),
-        (buckets([1, 2], buckets=1), buckets([1, 3], buckets=1), "lengths_crc32 is"),
+        (budget(), TokenBudgetBatchSampler([1, 3], 4, seed=0), "lengths_crc32 is"),
         (budget(), budget(max_size=1), "max_size is None in the state and 1"),
         (WeightedSampler([1, 2], 4, seed=0), WeightedSampler([2, 1], 4, seed=0), "weights_crc32"),
         (ShuffleSampler(10, 1), rank(), "of a ShuffleSampler, not of a DistributedShuffleSampler"),
@@ -360,7 +353,7 @@ def test_loaders_deliver_what_the_sampler_says(kind: str, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize(("name", "workers"), [("rank, exact", 0), ("buckets", 0), ("weighted", 2)])
+@pytest.mark.parametrize(("name", "workers"), [("rank, exact", 0), ("budget", 0), ("weighted", 2)])
 def test_torchdatas_loader_saves_and_resumes(name: str, workers: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     data = torch.utils.data.TensorDataset(torch.arange(64))
