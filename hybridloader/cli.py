@@ -1,4 +1,4 @@
-"""Command line: ``hybridloader demo``, ``run``, ``index``, ``write-shards``, ``info`` and ``explain``.
+"""Command line: ``hybridloader demo``, ``run``, ``write-shards``, ``info`` and ``explain``.
 
 It parses and reports. Nothing heavy is imported before a subcommand runs, and a user's mistake is
 one line on standard error and exit code 2, never a traceback.
@@ -74,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_run(commands)
-    _add_index(commands)
     _add_pack(commands)
     _command(
         *(commands, "info", _info),
@@ -159,26 +158,6 @@ def _add_run(commands: Any) -> None:
     run.add_argument("script", metavar="SCRIPT")
     rest = run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     rest.required = False
-
-
-def _add_index(commands: Any) -> None:
-    index = _command(
-        *(commands, "index", _index),
-        help="index tar archives ahead of time, for Tar(..., index=FOLDER)",
-        description="Read the headers of tar archives, and write an index of each into a folder. All "
-        "ranks and runs read the indices from it: Tar(URL, index=FOLDER). Archives with an index in the "
-        "folder are skipped, so the same command resumes after an interruption.",
-    )
-    urls = "archive, folder or glob; braces such as {000..127} name several"
-    index.add_argument("urls", nargs="+", metavar="URL", help=urls)
-    index.add_argument(
-        "-o", "--output", required=True, metavar="FOLDER", help="local folder of the indices"
-    )
-    _add_options(
-        index,
-        ("--parallel", _at_least(1), "N", "number of archives read at a time; default: 8", 8),
-        _STORAGE_OPTIONS,
-    )
 
 
 def _add_pack(commands: Any) -> None:
@@ -293,28 +272,6 @@ def _run(arguments: argparse.Namespace) -> str | None:
 
             around.enter_context(Tables())
         script.run(program, arguments.arguments)
-    return None
-
-
-def _index(arguments: argparse.Namespace) -> str | None:
-    """Index archives; return the errors as one text, or None."""
-    from hybridloader.errors import SourceError
-    from hybridloader.sources.tar import index_archives
-
-    try:
-        with _progress("archives") as report:
-            failures = index_archives(
-                arguments.urls,
-                arguments.output,
-                storage_options=arguments.storage_options,
-                at_once=arguments.parallel,
-                report=report,
-            )
-    except (OSError, ImportError, ValueError, SourceError) as error:
-        return f"{type(error).__name__}: {error}"
-    if failures:
-        lines = "\n".join(f"  {type(error).__name__}: {error}" for _, error in failures)
-        return f"{len(failures)} archives have no index; run the command again for these only:\n{lines}"
     return None
 
 
@@ -441,13 +398,13 @@ def _explain(arguments: argparse.Namespace) -> str | None:
 
 
 @contextlib.contextmanager
-def _progress(unit: str) -> Iterator[Callable[..., object]]:
+def _progress(unit: str) -> Iterator[Callable[[int], object]]:
     """Count on standard error: on a terminal as it goes, and at the end."""
     line = f"0 {unit} are done"
 
-    def show(done: int, total: int = 0) -> None:
+    def show(done: int) -> None:
         nonlocal line
-        line = f"{done:,} of {total:,} {unit} are done" if total else f"{done:,} {unit} are done"
+        line = f"{done:,} {unit} are done"
         if sys.stderr.isatty():
             print(f"\r{line}", end="\r", file=sys.stderr, flush=True)
 

@@ -467,7 +467,7 @@ class Pipeline(Chain):
         ...     )
         ...     return Pipeline.from_dataset(range(12), sampler=sampler).filter(lambda x: x % 3 != 0)
         >>> had, states = [], []
-        >>> for rank, items in enumerate((1, 3)):
+        >>> for rank, items in enumerate((3, 1)):
         ...     run = make(rank, 2).run(seed=1)
         ...     had += [next(run) for _ in range(items)]
         ...     states.append(run.state_dict())

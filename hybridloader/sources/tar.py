@@ -1,7 +1,6 @@
 """`Tar`: a dataset of samples in tar archives, found by an index of their members.
 
-An index is read where it is kept, else made by one of the processes that share a folder. The command
-``hybridloader index`` calls `index_archives`, which makes the same files ahead of time.
+An index is read where it is kept, else made by one of the processes that share a folder.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import re
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -359,8 +357,7 @@ class Archive:
             raise ValueError(
                 f"{self.name} has no kept index, so each of the {ranks} ranks of this machine would "
                 "read the archive; set index= to a folder that all ranks share, where one rank makes "
-                f"each index. To fill the folder ahead of time, run: hybridloader index {self.name} ... "
-                "-o FOLDER"
+                "each index"
             )
         if self.kept is None or not (noticed and keeps):
             return self._make()
@@ -402,48 +399,6 @@ def _alone(kept: str | None) -> Iterator[None]:
         yield
 
 
-def index_archives(
-    urls: Urls,
-    folder: str,  # a local one, which is made if it is not there
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    at_once: int = 8,  # number of archives that are read at a time
-    # Called with the number of archives that are done, and the number of all:
-    report: Callable[[int, int], object] = lambda *_: None,
-) -> list[tuple[str, Exception]]:
-    """Index archives into a folder that `Tar` reads as ``index=folder``; those that are there, stay.
-
-    Returns names and errors of archives that could not be indexed, or whose index can't be kept. Raises
-    an error of `list_files` if `urls` names no archives.
-    """
-    places = archives(urls, storage_options or {})
-    failures = []
-    with _alone(folder), ThreadPoolExecutor(at_once) as threads:
-        asked = {threads.submit(_keep, place, folder): place for place in places}
-        try:
-            for done, future in enumerate(as_completed(asked), 1):
-                store, path = asked[future]
-                error = future.exception()
-                if isinstance(error, Exception):
-                    failures.append((store.name(path), error))
-                report(done, len(places))
-        except BaseException:
-            threads.shutdown(wait=False, cancel_futures=True)
-            raise
-    return sorted(failures, key=lambda failure: failure[0])
-
-
-def _keep(place: Place, folder: str) -> None:
-    store, path = place
-    archive = Archive(store, path, store.stamp(path), folder)
-    archive.index()
-    if not archive.stamp.mark:
-        raise ValueError(
-            f"{archive.name}: the store reports neither a time nor a checksum, so a change would not "
-            "be noticed, and no index is kept; copy the archive to a store that reports one of them"
-        )
-
-
 _PARTS = 1024  # blocks whose parts are kept: about 300 bytes each
 
 
@@ -476,7 +431,7 @@ class Tar(Shards[Any]):
         Function of that tuple or dict that makes the sample.
     index
         Local folder in which the indices are kept for the next time. One of the ranks that share it
-        makes them, and ``hybridloader index`` fills it ahead of time. ``"beside"``: each is beside its
+        makes them; to fill it ahead of time, make this object once. ``"beside"``: each is beside its
         archive, as ``NAME.index``, where `write_shards` writes it; one of a remote archive is only read
         there. One of an archive that has changed is made again. Default: they are not kept.
     ahead_bytes

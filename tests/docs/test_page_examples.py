@@ -217,7 +217,7 @@ def test_the_commands_of_packing_are_understood(
     """On a machine without these files they say so, and nothing of their options."""
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^hybridloader (.*)$", text_of("packing"), re.MULTILINE)
-    assert [line.split()[0] for line in commands] == ["write-shards", "index"]
+    assert [line.split()[0] for line in commands] == ["write-shards"]
     for line in commands:
         assert main(shlex.split(line.replace("s3://bucket", "none"))) != 0
         error = capsys.readouterr().err

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from support.archives import sample_members, tar_bytes
-from support.command import main
 from support.http_store import HttpStore
 
+from hybridloader.errors import SourceError
 from hybridloader.sources import Tar
 
 MAKE = "hybridloader.sources.tar.make_index"
@@ -50,60 +50,26 @@ def test_small_members_are_read_through_once(store: HttpStore) -> None:
     assert len(store.requests) < 12
 
 
-def test_the_command_indexes_and_tar_reads_it(
-    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_index_is_made_once_and_again_only_of_what_failed(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    urls = put(memory, 3)
-    assert main(["index", "memory://d/*.tar", "-o", str(tmp_path / "i")]) == 0
-    assert "3 of 3 archives are done" in capsys.readouterr().err
-    monkeypatch.setattr(MAKE, None)  # none is made again
-    assert main(["index", *urls, "-o", str(tmp_path / "i"), "--parallel", "2"]) == 0
-    assert len(Tar(urls, index=str(tmp_path / "i"))) == 12
-
-
-def test_the_command_resumes_with_those_that_failed(
-    memory: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    put(memory, 2)
+    urls, folder = put(memory, 2), str(tmp_path / "i")
+    assert len(Tar(urls, index=folder)) == 8
     memory.pipe("/d/bad.tar", b"x" * 2000)
-    assert main(["index", "memory://d/*.tar", "-o", str(tmp_path)]) == 2
-    assert "1 archives have no index" in (told := capsys.readouterr().err)
-    assert "bad.tar is not a tar archive" in told
-    assert len([*tmp_path.glob("*.index")]) == 2
+    with pytest.raises(SourceError, match=r"bad\.tar is not a tar archive"):
+        Tar("memory://d/*.tar", index=folder)
+    assert len([*Path(folder).glob("*.index")]) == 2
     memory.pipe("/d/bad.tar", tar_bytes(sample_members(8, 1)))
-    assert main(["index", "memory://d/*.tar", "-o", str(tmp_path)]) == 0
-    assert len([*tmp_path.glob("*.index")]) == 3
+    assert len(Tar("memory://d/*.tar", index=folder)) == 9
+    monkeypatch.setattr(MAKE, None)  # none is made again
+    assert len(Tar("memory://d/*.tar", index=folder)) == 9
 
 
-def test_bad_input_is_one_line(
-    memory: Any,
-    store: HttpStore,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    store.files["/a.tar"] = tar_bytes(sample_members(0, 1))  # it tells no time and no checksum
-    for arguments, told in [
-        (["memory://none/*.tar", "-o", "F"], "FileNotFoundError: memory://none/"),
-        (["a.tar", "-o", "F", "--storage-options", "[1]"], "must be a JSON object"),
-        (["a.tar"], "-o/--output"),
-        (["a.tar", "-o", "F", "--parallel", "0"], "must be at least 1"),
-        ([f"{store.url}/a.tar", "-o", "F"], "neither a time nor a checksum"),
-    ]:
-        try:
-            code: Any = main(["index", *arguments])
-        except SystemExit as left:
-            code = left.code
-        assert code == 2
-        assert told in capsys.readouterr().err
-
-
-def test_ranks_without_a_shared_index_are_told_the_command(
+def test_ranks_without_a_shared_index_are_told_the_option(
     memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     urls = put(memory, 1)
-    told = r"each of the 4 ranks .* hybridloader index memory://.*\.tar \.\.\. -o FOLDER"
+    told = "each of the 4 ranks .* set index= to a folder that all ranks share"
     # Lightning's launcher sets the second alone.
     for name, value in {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}.items():
         with monkeypatch.context() as patch:
@@ -129,7 +95,7 @@ def test_archives_that_another_rank_indexes_are_left_to_it(
 ) -> None:
     """Rank 1 has the lock of the folder; this rank waits, and reads the indices of rank 1."""
     urls = put(memory, 3)
-    assert main(["index", *urls, "-o", str(tmp_path / "other")]) == 0
+    Tar(urls, index=str(tmp_path / "other"))
     fcntl = pytest.importorskip("fcntl")
 
     def lockf(file: Any, what: int) -> None:
