@@ -18,7 +18,7 @@ from array import array
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex, TypeVar, overload
+from typing import Any, SupportsIndex, TypeVar, overload
 from zlib import crc32
 
 from hybridloader._support.text import cell
@@ -38,20 +38,10 @@ T = TypeVar("T")
 SHOWN = 3  # elements in a repr
 
 
-class ReadOnly(AttributeError, TypeError):
-    """A method of list or dict that would change the container was used; `hasattr` returns False."""
-
-
-_CHANGES = ("append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse",
-            "setdefault", "sort", "update")  # fmt: skip
-
-
 class Unchanging:
     """Base of containers that can't be changed. A copy is the container itself."""
 
     __slots__ = ()
-
-    _plain: ClassVar[type]  # the Python type that it replaces
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -70,25 +60,6 @@ class Unchanging:
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self  # an element is a new object at every access anyway
-
-    def _refusal(self) -> str:
-        plain = self._plain.__name__
-        return (
-            f"a {type(self).__name__} can't be changed: it is memory that all processes share. "
-            f"{plain}(shared) makes a {plain} that can, in this process"
-        )
-
-    def __setitem__(self, *_: Any) -> NoReturn:
-        raise TypeError(self._refusal())
-
-    __delitem__ = __setitem__
-
-    if not TYPE_CHECKING:  # a type checker finds no methods that change it
-
-        def __getattr__(self, name: str) -> Any:
-            if name in _CHANGES and hasattr(self._plain, name):
-                raise ReadOnly(self._refusal())
-            raise AttributeError(f"a {type(self).__name__} has no attribute {name!r}")
 
 
 class SharedList(Unchanging, Sequence[T]):
@@ -129,7 +100,6 @@ class SharedList(Unchanging, Sequence[T]):
 
     __slots__ = ("__weakref__", "_buffer", "_data", "_decode", "_ends", "_layout",
                  "_span", "_starts")  # fmt: skip
-    _plain = list
 
     def __init__(self, iterable: Iterable[T] = ()) -> None:
         with closing(Column("SharedList")) as column:
@@ -262,7 +232,6 @@ class SharedDict(Unchanging, Mapping[K, V]):
     """
 
     __slots__ = ("__weakref__", "_keys", "_table", "_values")
-    _plain = dict
 
     def __init__(self, mapping_or_pairs: Mapping[K, V] | Iterable[tuple[K, V]] = ()) -> None:
         keys, values, hashes = _write(_pairs_of(mapping_or_pairs))

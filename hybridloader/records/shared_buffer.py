@@ -228,17 +228,11 @@ def _unlink(segment: Any, owner: int) -> None:
 
 
 def _gone(ticket: BufferTicket) -> BufferGone:
-    alive = [pid for pid, _ in ticket.places if os.path.exists(f"{system.PROC}/{pid}")]
-    if alive:
-        why = f"process {alive[0]}, which had it, has let go of it, or does not let this one look"
-    elif ticket.places:
-        why = f"the process that made this {ticket.what} ({ticket.places[0][0]}) has ended"
-    else:
-        why = f"the process that made this {ticket.what} has ended, or has let go of it"
     plain = ticket.what.removeprefix("Shared").lower()
     return BufferGone(
-        f"a pickled {ticket.what} is a reference to memory of {ticket.size:,} bytes, and {why}. Keep "
-        f"the {ticket.what} alive until all have received it; to save one, pickle {plain}(shared)."
+        f"a pickled {ticket.what} is a reference to memory of {ticket.size:,} bytes, and the process "
+        "that had it has ended, has let go of it, or does not let this one look. Keep the "
+        f"{ticket.what} alive until all have received it; to save one, pickle {plain}(shared)."
     )
 
 
