@@ -169,13 +169,9 @@ VERSION = 3  # version of the manifest
 
 BYTES = 256 << 20  # bytes of a shard if no size is given
 
-_AT_ONCE = 8  # samples of a dataset that a thread reads at a time
+_AHEAD = 8  # samples of a dataset that are read ahead for each thread
 
 _PART = ".part-"  # prefix of the names of local files that are being written
-
-
-def _ignore(done: int) -> None:
-    pass
 
 
 class _Folder:
@@ -314,7 +310,7 @@ def write_shards(
     encode: Callable[[Any], Mapping[str, Any]] | None = None,
     workers: int = 4,
     storage_options: Mapping[str, Any] | None = None,
-    report: Callable[[int], object] = _ignore,
+    report: Callable[[int], object] = lambda _: None,
 ) -> list[int]:
     """Write all samples of a dataset or an iterable into shards, for `Tar` and webdataset.
 
@@ -421,24 +417,21 @@ def write_shards(
 def _read(source: Any, encode: Callable[[Any], Any], numbers: range, workers: int) -> Iterator[Any]:
     """Yield the samples in their order; `workers` threads read them, a few ahead."""
 
-    def some(numbers: range) -> list[Any]:
-        found = []
-        for number in numbers:
-            try:
-                found.append(encode(source[number]))
-            except Exception as error:
-                add_note(error, f"packing sample {number}")
-                raise
-        return found
+    def one(number: int) -> Any:
+        try:
+            return encode(source[number])
+        except Exception as error:
+            add_note(error, f"packing sample {number}")
+            raise
 
-    asked: deque[Future[list[Any]]] = deque()
+    asked: deque[Future[Any]] = deque()
     with ThreadPoolExecutor(workers, "hybridloader-read") as threads:
         try:
-            for first in range(0, len(numbers), _AT_ONCE):
-                asked.append(threads.submit(some, numbers[first : first + _AT_ONCE]))
-                if len(asked) > workers:
-                    yield from asked.popleft().result()
+            for number in numbers:
+                asked.append(threads.submit(one, number))
+                if len(asked) > _AHEAD * workers:
+                    yield asked.popleft().result()
             while asked:
-                yield from asked.popleft().result()
+                yield asked.popleft().result()
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
