@@ -18,7 +18,7 @@ from hybridloader._support.torch_env import device_in_use
 from hybridloader.backends.process import fork_safety
 from hybridloader.backends.process.crew import ProcessCrew
 from hybridloader.backends.process.fork_safety import fork_hazard
-from hybridloader.backends.process.starters import ForkStarter, Starter, occupy_standard_descriptors
+from hybridloader.backends.process.starters import ForkStarter, Starter
 from hybridloader.backends.process.transports import PipeTransport, SocketTransport
 from hybridloader.engine.contract import Backend, Crew
 from hybridloader.errors import BackendUnavailable, ForkUnsafe
@@ -256,7 +256,6 @@ def _starter(method: str, *, preload: bool, runs_script: bool) -> Starter:
     where that is possible. With `runs_script`, a zygote in the place of multiprocessing's fork server
     runs the top of the script, as the workers of that server do.
     """
-    occupy_standard_descriptors()
     sockets = system.UNIX_SOCKETS
     transport = SocketTransport() if sockets else PipeTransport()
     if method == "fork":

@@ -13,7 +13,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -433,26 +432,8 @@ def join_all(handles: Sequence[ProcessHandle], deadline: float) -> None:  # by `
 @contextmanager
 def starting(method: str) -> Iterator[None]:
     """Start one process within the block, by start method `method`, and note it in the same block."""
-    held_back, flushed = _signals_held_back(method), _streams_to_flush(method)
-    with reaping, held_back, flushed, forks.of_ours():
+    with reaping, _signals_held_back(method), forks.of_ours():
         yield
-
-
-def occupy_standard_descriptors() -> None:
-    """Open os.devnull for stdin, stdout and stderr where they are closed, as in some daemons.
-
-    Otherwise another descriptor gets such a number, here or in a worker, and native code writes its
-    messages to it.
-    """
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)
-            if opened == fd:
-                os.set_inheritable(fd, True)
-            else:  # another thread was faster
-                os.close(opened)
 
 
 @contextmanager
@@ -481,19 +462,3 @@ def _signals_held_back(method: str) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _streams_to_flush(method: str) -> Iterator[None]:
-    """Give loky a usable `sys.stdout` and `sys.stderr` to flush when it starts a process."""
-    before = sys.stdout, sys.stderr
-    usable = [s is not None and not getattr(s, "closed", False) for s in before]
-    if method != "loky" or all(usable):
-        yield
-        return
-    with open(os.devnull, "w") as nowhere:
-        sys.stdout, sys.stderr = (s if u else nowhere for s, u in zip(before, usable, strict=True))
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = before

@@ -9,15 +9,12 @@ import multiprocessing.context
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.crew_driver import CrewDriver, echo
 from support.failing_datasets import Samples, load, start
-from support.forking import in_a_fork
 from support.platforms import DEADLINE, needs_zygote
 
 from hybridloader import Fork, Spawn, Threads, WorkerDied
@@ -176,33 +173,6 @@ def test_no_signal_goes_to_the_number_of_a_worker_that_somebody_else_has_waited_
         list(iterator)
     assert worker.pid not in sent
     assert other.pid not in sent
-
-
-# -- daemons -------------------------------------------------------------------------------------------
-
-
-def standard_streams(index: int) -> list[str]:
-    print("who reads this?", index)
-    return [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_process_without_standard_streams_has_workers_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def daemon() -> None:
-        with open(tmp_path / "told", "w") as told:
-            for fd in range(3):
-                os.close(fd)
-            for name in ("stdin", "stdout", "stderr"):
-                monkeypatch.setattr(sys, name, None)
-            for backend in ("fork", "spawn"):
-                found = list(load(Samples(standard_streams, 2), backend))
-                told.write("".join(sorted({path for [paths] in found for path in paths})))
-            told.write(str(sys.stderr))
-
-    assert in_a_fork(daemon) == 0
-    assert (tmp_path / "told").read_text() == "/dev/null/dev/nullNone"
 
 
 def test_what_was_made_for_a_process_that_can_not_be_started_is_closed(
