@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic, sleep
 from typing import Any
 
-from hybridloader._support.text import brief, warn
+from hybridloader._support.text import brief
 from hybridloader._support.torch_env import (
     Modes,
     TakenModes,
@@ -464,16 +464,14 @@ class Fanout:
         job = _Job(function, items, context, what, ring)
         # Start all threads at the first call: those that it uses may be busy at the next one.
         self._call(min(self.threads, job.count), job, start=self.threads)
-        if not self._started:
-            job.take_part(helping=True)
         return job
 
     def _start_afresh(self) -> None:
         renew_autograd_engine()
         self._owner = os.getpid()
         self._starting = threading.Lock()
-        # All the mutable state: number of threads that run, largest number, and their jobs.
-        self._started, self._most = 0, self.threads
+        # All the mutable state: number of threads that run, and their jobs.
+        self._started = 0
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()  # None ends all threads
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
         self._finalizer.atexit = False
@@ -485,31 +483,19 @@ class Fanout:
             self._start_afresh()
         job.surroundings = on_this_thread.slots, get_worker_info(), copy_context(), modes_here()
         start = max(start, helpers)
-        if self._started < min(start, self._most):
+        if self._started < start:
             with self._starting:
                 self._start(start)
-        for _ in range(min(helpers, self._started)):
+        for _ in range(helpers):
             self._jobs.put(job)
 
     def _start(self, threads: int) -> None:
         torch: Any = sys.modules.get("torch")
         alone = torch is not None and torch.get_num_threads() == 1
-        while self._started < min(threads, self._most):
+        while self._started < threads:
             name = f"hybridloader-fanout-{self._started + 1}"
-            thread = threading.Thread(
-                target=_help, args=(self._jobs, alone), name=name, daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError as error:  # the limit of threads is reached, or Python is ending
-                self._most = self._started
-                warn(
-                    f"a worker could start only {self._started + 1} of its {self.threads} threads "
-                    f"({error}), so these do the work of all; set fewer threads, or raise the "
-                    "limit of threads of this process",
-                    "few-threads",
-                )
-                return
+            args = self._jobs, alone
+            threading.Thread(target=_help, args=args, name=name, daemon=True).start()
             self._started += 1
 
 

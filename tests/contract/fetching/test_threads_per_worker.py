@@ -232,19 +232,7 @@ def test_threads_hold_nothing_of_the_batches_before(backend: str, workers: int) 
     assert [ref() for ref in refs] == [None] * 3
 
 
-# -- threads that can't be had, forks, and exits ----------------------------------------------------
-
-
-def test_where_no_thread_can_be_started_the_work_is_done_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    loader = DataLoader(range(8), 4, threads_per_worker=4)  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="only 1 of its 4 threads .*can't start new thread"):
-        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+# -- forks, and exits ----------------------------------------------------
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
