@@ -1,8 +1,7 @@
 """States of samplers and datasets: how often one is taken, copies, checks of a loaded one.
 
 A state is copied when it is taken, and again when it is returned to the user: its owner may change it
-later. So neither its owner nor its receiver can change the kept copy. If copying is slow, all receivers
-of a kept state share one copy.
+later. So neither its owner nor its receiver can change the kept copy.
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 from hybridloader._support.inheritance import Shared
 from hybridloader._support.user_objects import add_note, attribute, described
 from hybridloader.errors import StateError
-
-EXPENSIVE = 100e-6
-"""Seconds; a slower copy is shared by all receivers. A list of 5,000 numbers takes this long."""
 
 
 def copied(state: Any) -> Any:
@@ -90,17 +86,9 @@ class Given:
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept
-        self._one: Any = None  # a copy that was slow to make
 
     def given(self) -> Any:
-        """Return a copy; if copying is slow, the same copy each time."""
-        if self._one is not None:
-            return self._one
-        began = perf_counter()
-        made = type(self).opened(self.kept)
-        if perf_counter() - began > EXPENSIVE:
-            self._one = made
-        return made
+        return type(self).opened(self.kept)
 
     def __reduce__(self) -> Any:
         return type(self), (self.kept,)

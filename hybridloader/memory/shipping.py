@@ -376,7 +376,6 @@ take minutes, and a path of more than two lines helps no reader."""
 def culprit(thing: Any, path: str, attempt: Callable[[Any], None]) -> str:
     """Find the deepest part of `thing` for which `attempt` raises, as a path of attributes."""
     deepest, seen, shared = (path, thing), {id(thing): thing}, Shared()
-    way = [deepest]
     for _ in range(_DEEPEST):
         if deepest[1] in shared:  # made by a library: the user does not know its parts
             break
@@ -388,16 +387,9 @@ def culprit(thing: Any, path: str, attempt: Callable[[Any], None]) -> str:
                 attempt(part)
             except Exception:
                 deepest = (deepest[0] + step, part)
-                way.append(deepest)
                 break
         else:
             break
-    else:  # nested endlessly: report the first object that contains others of its type
-        kinds = [type(part) for _, part in way]
-        repeated = (
-            kind not in _CONTAINERS and kind in kinds[i + 1 :] for i, kind in enumerate(kinds)
-        )
-        deepest = next((each for each, again in zip(way, repeated, strict=True) if again), deepest)
     where = deepest[0].removeprefix("the loader.fetch.")  # as users name a part: "dataset.lock"
     return f"{where} (a {type(deepest[1]).__qualname__})"
 
