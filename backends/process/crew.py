@@ -10,8 +10,7 @@ import os
 import pickle
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -54,14 +53,10 @@ from hybridloader.errors import DamagedMessage
 from hybridloader.memory import shared_slots
 from hybridloader.memory.limits import warn_of_overflow
 from hybridloader.memory.packing import pack, reads_the_same_everywhere, unpack
-from hybridloader.memory.segments import Ticket
 from hybridloader.memory.shared_slots import (
     BufferPlace,
-    MappedSlot,
-    Notice,
     SlotMap,
     SlotReader,
-    slots_of,
 )
 from hybridloader.memory.slots import OWN
 
@@ -69,27 +64,11 @@ from hybridloader.memory.slots import OWN
 #
 # Results come through slots of the worker's; large tasks go through slots of the parent's, made at the
 # first large task. A result of one worker (of crew A) may be the task of another (of crew B) without
-# being opened or copied in the parent. This is how the slots are counted then:
-#
-# 1. A's worker counts one reference for each result over a slot, and writes to the slot when there is
-#    none. It hears of the end of a reference by the slot's number, which comes with the next message.
-# 2. The parent makes one `SlotReference` of that for a result that it forwards. The parent's own use
-#    lasts until B's task is answered (done or failed), so that the result can be sent again if B's
-#    worker dies.
-# 3. Each worker of B that it is sent to uses it, too. That worker knows the slot by its alias, a
-#    negative number that no other slot has, and gets a descriptor along the first time.
-# 4. B's worker counts as it does for the parent's own slots: when the last view over the slot has died,
-#    its number goes back with the next event. The parent then ends that use.
-# 5. When a worker of B is gone, so are its uses. The parent's uses for tasks that it had not answered
-#    end when these are sent again and answered, or with the crew.
-# 6. After the last use the number goes back to A's worker. A's worker never hears of B.
-# 7. When A retires a slot, or is closed, every worker of B that knows it gets an order to forget
-#    it, with the next result that is forwarded to it. Memory that it still looks at stays mapped.
-#
-# Where a buffer has no slot, a slot no descriptor, or the slots have names, the parent copies all
-# buffers into its own slots for B's worker, or the stream; the header still goes as it is. Only where
-# workers of B would read the header otherwise than the parent does (``__main__``, functions made on the
-# spot, unless both crews are forks) is it loaded here and packed again.
+# being opened: its pickle is passed on, and its buffers are copied from the slots of A's worker into
+# those of the parent. The parent uses the slots of A's worker until B's task is answered (done or
+# failed), so that the result can be sent again if B's worker dies. Only where workers of B would read
+# the pickle otherwise than the parent does (``__main__``, functions made on the spot, unless both crews
+# are forks) is it loaded here and packed again.
 
 
 Encoded = tuple[list[Any], Sequence[int]]
@@ -106,15 +85,11 @@ class SlotChannel:
         forks: bool,  # the worker is a fork of this process
     ) -> None:
         self.share, self._forks = share, forks
-        self.results = shared_slots.SlotReader(share // 2, keeps=True)
+        self.results = shared_slots.SlotReader(share // 2)
         # All the other mutable state:
         self.refusal: str | None = None  # why a large task got no slot, until it is reported
         self.forwarded: dict[int, ProcessResult] = {}  # by task number, until the task is answered
         self.tasks: shared_slots.SlotWriter | None = None  # None before the first large task
-        self.known: dict[int, MappedSlot] = {}  # slots of other workers, by alias
-        # Of the worker, by its number for the slot.
-        self.claims: dict[int, list[SlotReference]] = {}
-        self._forgotten: deque[int] = deque()  # aliases to be reported to it; any thread appends
 
     def encode(self, message: Message) -> Encoded:
         """Encode a message, with the slots that the worker may fill again."""
@@ -139,21 +114,15 @@ class SlotChannel:
                 self.results.hand_back(number)
             raise
 
-    def keep(self, seq: int, result: ProcessResult) -> dict[int, SlotReference]:
+    def keep(self, seq: int, result: ProcessResult) -> None:
         """Keep the result that is task `seq`, so that it can be sent again, until it is answered."""
+        result.forward()
         self.forwarded[seq] = result
-        return result.references()
 
-    def take_back(self, numbers: Iterable[int]) -> None:
+    def take_back(self, numbers: Sequence[int]) -> None:
         """End the worker's use of these slots."""
-        own = []
-        for number in numbers:
-            if number >= 0:
-                own.append(number)
-            else:
-                self.claims[number].pop().release()
-        if own and self.tasks is not None:
-            self.tasks.release(own)
+        if self.tasks is not None:
+            self.tasks.release(numbers)
 
     def answered(self, seq: int) -> None:
         """Let go of task `seq`, which need not be sent again."""
@@ -167,14 +136,7 @@ class SlotChannel:
             self.answered(seq)
 
     def worker_gone(self) -> None:
-        """End the worker's claims, and the slots that were for it alone."""
-        claims, self.claims = self.claims, {}
-        for references in claims.values():
-            for reference in references:
-                reference.release()
-        for slot in list(self.known.values()):
-            slot.listeners.discard(self.forget)
-        self.known.clear()
+        """End the slots that were for the worker alone."""
         if self.tasks is not None:
             self.tasks.close()
             self.tasks = None
@@ -183,96 +145,39 @@ class SlotChannel:
         """Free everything: the worker is gone and nothing will be sent again."""
         self.worker_gone()
         self.all_answered()
-        self.results.close()
-
-    def forget(self, alias: int) -> None:
-        """Note that a slot of another worker is gone. May be called from any thread."""
-        self._forgotten.append(alias)
-        self.known.pop(alias, None)
 
     # -- the parts -----------------------------------------------------------------------------------
 
     def _enclose(self, task: Task, returned: list[int], index: Any) -> Encoded:
         packed = pack(index, "a task", other_main=not self._forks)
-        return self._copy(task, returned, *packed, SlotMap((), (), (), None), ())
+        return self._copy(task, returned, *packed)
 
     def _copy(
-        self,
-        task: Task,
-        returned: list[int],
-        header: Any,
-        buffers: list[memoryview],
-        news: SlotMap,  # announces and retires slots of other workers, too
-        fds: Sequence[int],  # those of `news`
+        self, task: Task, returned: list[int], header: Any, buffers: list[memoryview]
     ) -> Encoded:
         """Encode a task with copies of its buffers, in slots as far as there are any."""
-        own, new_fds = news, list[int]()
+        slot_map, fds = None, list[int]()
         if buffers or len(header) >= OWN:
             if self.tasks is None:
                 limit, self.results.limit = shared_slots.both_ways(self.share)
                 self.tasks = shared_slots.SlotWriter(limit)
-            own, header, buffers, new_fds = into_slots(header, buffers, self.tasks)
-            self.refusal = self.refusal or own.refusal
-            own = own._replace(new=own.new + news.new, retired=own.retired + news.retired)
-        slot_map = own if any(own[:3]) else None
+            slot_map, header, buffers, fds = into_slots(header, buffers, self.tasks)
+            self.refusal = self.refusal or slot_map.refusal
         head = encode_fields(TASK, task.seq, header, returned, slot_map, items=task.item)
-        return [head, *buffers], [*new_fds, *fds]
+        return [head, *buffers], fds
 
     def _forward(self, task: Task, returned: list[int], result: ProcessResult) -> Encoded:
-        """Encode a result by naming its slots, or as a copy if the worker can't map them all."""
-        references = self.keep(task.seq, result)
+        """Encode a result, without loading it if that is possible."""
+        self.keep(task.seq, result)
         try:
-            if not (self._forks and result.forks):
-                pickled = result.header or result.buffers_in_place()[-1]
-                if not reads_the_same_everywhere(pickled):
-                    return self._enclose(task, returned, result.peek())
-            forgotten = []
-            while self._forgotten:
-                forgotten.append(self._forgotten.popleft())
-                self.known.pop(forgotten[-1], None)
-            slots = result.slots or self.results  # a placeholder: there is no reference then
-            mapped = {slot: slots.slots[slot] for slot in references}
-            new, fds = self._introduce(mapped.values())
-            # Of the slots, for the worker.
-            names = {n: slot.alias for n, slot in mapped.items() if slot.alias in self.known}
-            news = SlotMap((), tuple(new), tuple(forgotten), None)
-            spans = result.spans()
-            if None in spans or len(names) < len(references):
-                buffers = result.buffers_in_place()  # may raise
-                header = result.header or buffers.pop()
-                return self._copy(task, returned, header, buffers, news, fds)
-            for slot, name in names.items():
-                references[slot].retain()
-                self.claims.setdefault(name, []).append(references[slot])
-            named = tuple(span._replace(slot=names[span.slot]) for span in spans if span)
-            slot_map = news._replace(spans=named)
-            head = encode_fields(TASK, task.seq, result.header, returned, slot_map, items=task.item)
-            return [head], fds
+            buffers = result.buffers_in_place()  # may raise
+            header = result.header or buffers.pop()
+            if (self._forks and result.forks) or reads_the_same_everywhere(header):
+                return self._copy(task, returned, header, buffers)
+            return self._enclose(task, returned, result.peek())
         except BaseException:
             self.answered(task.seq)
             raise
-
-    def _introduce(self, slots: Iterable[MappedSlot]) -> tuple[list[Notice], list[int]]:
-        """Let the worker know of these slots, where that is possible; give notices of new ones."""
-        new: list[Notice] = []
-        fds: list[int] = []
-        for slot in slots:
-            alias, kept = slot.alias, slot.kept
-            if alias in self.known or kept is None:
-                continue
-            if len(new) == shared_slots.MOST_NEW:
-                break
-            # Listener first, then descriptor. The thread that closes the slot uses the reverse order,
-            # so that each worker with this memory is ordered to forget it.
-            slot.listeners.add(self.forget)
-            fd = kept.duplicate()
-            if fd is None:
-                slot.listeners.discard(self.forget)
-                continue
-            self.known[alias] = slot
-            new.append(Notice(alias, Ticket(slot.mapped().size, None)))
-            fds.append(fd)
-        return new, fds
 
 
 # -- results, not yet opened: each is opened, discarded, or forwarded to a worker
@@ -283,33 +188,10 @@ class SlotChannel:
 _NOTHING = memoryview(b"")
 
 
-class SlotReference:
-    """Use of one slot by one result, shared by the parent and the workers that it is forwarded to.
-
-    When the last of them is done, the worker that filled the slot is notified once.
-    """
-
-    __slots__ = ("_number", "_reader", "_users")
-
-    def __init__(self, reader: SlotReader, number: int) -> None:
-        self._reader, self._number = reader, number
-        self._users = 1  # the parent
-
-    def retain(self) -> None:
-        self._users += 1
-
-    def release(self) -> None:
-        self._users -= 1
-        if self._users == 0:
-            self._reader.hand_back(self._number)
-
-
 class ProcessResult(Payload):
     """Result of a worker process, none of it in slots unless `slots` and `slot_map` are given."""
 
-    __slots__ = (
-        "_references", "_state", "buffers", "count", "forks", "header", "slot_map", "slots"
-    )  # fmt: skip
+    __slots__ = ("_state", "buffers", "count", "forks", "header", "slot_map", "slots")
 
     forwardable = True  # usable as the index of a `Task` for another crew of processes
 
@@ -324,7 +206,6 @@ class ProcessResult(Payload):
     ) -> None:
         self.header, self.buffers, self.count, self.forks = header, buffers, count, forks
         self.slots, self.slot_map = slots, slot_map
-        self._references: dict[int, SlotReference] = {}  # by slot, once it is forwarded
         self._state = ""
 
     @property
@@ -349,49 +230,35 @@ class ProcessResult(Payload):
         return open_packed(self.header, self.buffers, self.slots, self.slot_map)
 
     def discard(self) -> None:
-        if self._state:
-            self.answered()
-            return
-        if self.slots is not None and self.slot_map is not None:
-            self.slots.give_back(self.slot_map)
-        self._state = "discarded"
-        self._let_go()
+        if self._state == "forwarded":
+            self._let_go("forwarded and answered")
+        elif not self._state:
+            self._let_go("discarded")
 
     # -- forwarding ----------------------------------------------------------------------------------
 
-    def references(self) -> dict[int, SlotReference]:
-        """References by slot, for a worker that it is forwarded to: any number, until it is answered."""
-        if not self._state:
-            self._state = "forwarded"
-            if self.slots is not None and self.slot_map is not None:
-                self.slots.forwards = True
-                numbers = slots_of(self.slot_map)
-                self._references = {n: SlotReference(self.slots, n) for n in numbers}
-        elif self._state != "forwarded":
+    def forward(self) -> None:
+        """Let it be sent to a worker, any number of times, until `answered`."""
+        if self._state not in ("", "forwarded"):
             self._refuse("forwarded")
-        return self._references
+        self._state = "forwarded"
 
-    def answered(self) -> None:
-        """Let go of it: the task that it was forwarded as is done, and will not be sent again."""
-        if self._state == "forwarded":
-            self._state = "forwarded and answered"
-            for reference in self._references.values():
-                reference.release()
-            self._let_go()
+    answered = discard
+    """Let go of it: the task that it was forwarded as is done, and will not be sent again."""
 
     def spans(self) -> tuple[BufferPlace | None, ...]:
         """Place of each buffer; None for a buffer that came through the stream."""
         return (None,) * len(self.buffers) if self.slot_map is None else self.slot_map.spans
 
     def buffers_in_place(self) -> list[memoryview]:
-        """Give all buffers, where they lie: valid for as long as somebody has its `references`."""
+        """Give all buffers, where they lie: valid until it is let go of."""
         if self.slots is None:
             return list(self.buffers)
         stream, view = iter(self.buffers), self.slots.view
         return [next(stream) if span is None else view(span) for span in self.spans()]
 
     def peek(self) -> Any:
-        """Load the value, over memory that is valid for as long as somebody has its `references`."""
+        """Load the value, over memory that is valid until it is let go of."""
         buffers = self.buffers_in_place()
         return unpack(self.header or buffers.pop(), buffers)
 
@@ -403,8 +270,11 @@ class ProcessResult(Payload):
             "forwarded to one stage. To use it more than once, open it and send the value."
         )
 
-    def _let_go(self) -> None:
-        """Drop the memory; the state stays, for errors."""
+    def _let_go(self, state: str) -> None:
+        """Return the slots, and drop the memory; the state stays, for errors."""
+        if self.slots is not None and self.slot_map is not None:
+            self.slots.give_back(self.slot_map)
+        self._state = state
         self.header, self.buffers, self.slot_map = _NOTHING, [], None
 
 

@@ -5,22 +5,18 @@ not sent. The reader returns a slot's number when the last array over that slot 
 Workers send results to their parent this way, and the parent sends large tasks.
 
 No call waits. A buffer without a slot is sent through the stream. A reader that keeps too many slots
-copies the batch and returns the slot at once. A `MappedSlot` has the data that a third process needs
-to map a slot; another module sends them.
+copies the batch and returns the slot at once.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from hybridloader._support import system
 from hybridloader.memory import segments
 from hybridloader.memory.segments import ALIGN, Mapping, Ticket
 from hybridloader.memory.slots import KEPT, OWN, Pool, forks
@@ -28,9 +24,6 @@ from hybridloader.memory.slots import KEPT, OWN, Pool, forks
 MOST_NEW = 48
 """Number of new slots that one batch may announce: one message carries their descriptors, and the
 kernel's limit is 253 (SCM_MAX_FD)."""
-
-
-_aliases = itertools.count(-1, -1)
 
 
 def both_ways(share: int) -> tuple[int, int]:
@@ -151,95 +144,63 @@ class SlotWriter:
         return SlotMap(tuple(where), tuple(new), retired, refusal), fds
 
 
-class MappedSlot:
-    """Slot in its reader, which counts the slot for the writer.
-
-    `alias` is the slot's number for processes other than reader and writer. It is below 0 and unique in
-    this process. `listeners` are called with the alias when the slot is gone, from any thread: their
-    processes know the slot, too.
-    """
-
-    def __init__(
-        self,
-        mapping: Mapping | OSError,  # the memory, or the error why it could not be mapped
-        kept: OwnDescriptor | None,  # the descriptor, if it was kept
-    ) -> None:
-        self.mapping, self.kept = mapping, kept
-        self.alias = next(_aliases)
-        self.listeners: set[Callable[[int], None]] = set()
-
-    def mapped(self) -> Mapping:
-        """Return the memory. Raises `MemoryError` if it could not be mapped."""
-        if isinstance(self.mapping, OSError):
-            raise MemoryError(f"a slot of shared memory can't be mapped here: {self.mapping}")
-        return self.mapping
-
-    def end(self) -> None:
-        """Call all listeners: the slot is gone, or will not be forwarded any more."""
-        self.kept = None
-        for listener in list(self.listeners):
-            listener(self.alias)
-        self.listeners.clear()
-
-
 class SlotReader:
     """Slots of another process, mapped in this one.
 
     A consumer that keeps more than `limit` bytes of slots in use receives copies of its batches. That
-    limit is below the writer's, so that the writer always finds a free slot. A reader that `keeps`
-    descriptors of new slots keeps as many as the process allows. It closes each when the first batch
-    over its slot is opened, unless `forwards` is set.
+    limit is below the writer's, so that the writer always finds a free slot.
     """
 
-    def __init__(self, limit: int, keeps: bool = False) -> None:
-        self.limit, self._keeps = limit, keeps
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         # All the mutable state:
-        self.slots: dict[int, MappedSlot] = {}  # by number
+        # By number: the memory, or the error why it could not be mapped.
+        self.slots: dict[int, Mapping | OSError] = {}
         self.overflow: str | None = None  # reason why the last batch was copied
-        self.forwards = False  # batches are forwarded to processes that will need descriptors
         self.lent = 0  # bytes of the slots that open batches keep in use
         self._returned: deque[tuple[int, int]] = deque()  # slot, bytes lent; from any thread
         self._free: list[int] = []  # returned, and not yet reported to the writer
 
     @property
     def size(self) -> int:  # bytes of all slots that are known
-        mapped = [slot.mapping for slot in list(self.slots.values())]
-        return sum(mapping.size for mapping in mapped if not isinstance(mapping, OSError))
+        slots = list(self.slots.values())
+        return sum(mapping.size for mapping in slots if not isinstance(mapping, OSError))
 
     def learn(self, slot_map: SlotMap, fds: list[int]) -> None:
         """Map new slots of `slot_map`, forget retired ones. Takes ownership of `fds`."""
         for number in slot_map.retired:
-            gone = self.slots.pop(number, None)
-            if gone is not None:
-                gone.end()
+            self.slots.pop(number, None)
         for number, ticket in slot_map.new:
-            self.slots[number] = MappedSlot(*self._map(ticket, fds))
+            self.slots[number] = self._map(ticket, fds)
 
-    def _map(
-        self, ticket: Ticket, fds: list[int]
-    ) -> tuple[Mapping | OSError, OwnDescriptor | None]:
+    def _map(self, ticket: Ticket, fds: list[int]) -> Mapping | OSError:
         try:
             if ticket.name is not None:
-                return segments.open_named(ticket.name), None
+                return segments.open_named(ticket.name)
             if not fds:  # the kernel omits descriptors beyond this process's limit
                 raise OSError(errno.EMFILE, "its descriptor has not arrived (ulimit -n)")
             fd = fds.pop(0)
-            kept = keep_descriptor(fd) if self._keeps else None
             try:
-                return segments.map_descriptor(fd, ticket.size), kept
+                return segments.map_descriptor(fd, ticket.size)
             finally:
-                if kept is None:
-                    os.close(fd)
+                os.close(fd)
         except OSError as error:  # raised when a batch over this slot is opened
-            return error, None
+            return error
 
     def lost(self, slot_map: SlotMap) -> bool:
         """Return True if a slot of the batch had no name any more when its announcement was read.
 
         On Windows a slot is gone with the last process that has it open.
         """
-        found = (self.slots[number].mapping for number in slots_of(slot_map))
-        return any(isinstance(mapping, FileNotFoundError) for mapping in found)
+        numbers = slots_of(slot_map)
+        return any(isinstance(self.slots[number], FileNotFoundError) for number in numbers)
+
+    def _mapped(self, number: int) -> Mapping:
+        """Return the memory of a slot. Raises `MemoryError` if it could not be mapped."""
+        mapping = self.slots[number]
+        if isinstance(mapping, OSError):
+            raise MemoryError(f"a slot of shared memory can't be mapped here: {mapping}")
+        return mapping
 
     def buffers(self, slot_map: SlotMap, streamed: Sequence[memoryview]) -> list[memoryview]:
         """Open the batch's buffers; each slot is returned when the last array over it dies."""
@@ -263,13 +224,11 @@ class SlotReader:
     def give_back(self, slot_map: SlotMap) -> None:
         """Return the slots of a batch that was discarded."""
         for number in slots_of(slot_map):
-            if not self.forwards:
-                self.slots[number].kept = None
             self.hand_back(number)
 
     def view(self, span: BufferPlace) -> memoryview:
         """Return a buffer without a copy. The caller must keep the slot in use in another way."""
-        return self.slots[span.slot].mapped().lasting_view(span.start, span.size)
+        return self._mapped(span.slot).lasting_view(span.start, span.size)
 
     def hand_back(self, number: int) -> None:
         """Return a slot for one batch. From any thread."""
@@ -282,11 +241,6 @@ class SlotReader:
         found, self._free = self._free, []
         return found
 
-    def close(self) -> None:
-        """End all slots: the writer is gone. Batches that have arrived can still be opened."""
-        for slot in list(self.slots.values()):
-            slot.end()
-
     def _collect(self) -> None:
         returned = self._returned
         while returned:
@@ -295,11 +249,8 @@ class SlotReader:
             self._free.append(slot)
 
     def _lend(self, number: int) -> memoryview:
-        slot = self.slots[number]
-        mapping = slot.mapped()
+        mapping = self._mapped(number)
         array, size = mapping.view(), mapping.size
-        if not self.forwards:
-            slot.kept = None
         self._collect()
         if self.lent + size > self.limit:
             self.overflow = (
@@ -329,16 +280,7 @@ def _hand_in(
     returned.append((number, mapping.size))
 
 
-# -- descriptors of the parent: those that a forked worker must close, and kept ones of segments
-#
-# Each process that maps a slot needs its descriptor once. A parent that opens the results does not need
-# the descriptor again. A parent that forwards them to another stage needs it until each worker there has
-# mapped the slot. The whole process keeps a bounded number of descriptors, so that the
-# user has most of ``ulimit -n``. A slot without a descriptor is copied, which is slower and equally
-# correct.
-
-MOST = 256  # maximum number of kept descriptors: 256 slots of 38 MB are 10 GB
-_SHARE = 4  # divisor of the descriptors that this process may open
+# -- descriptors of the parent, which a forked worker must close
 
 ours: set[int] = set()
 """All descriptors of backends in this process. In a forked worker they would keep memory alive, and hide
@@ -350,16 +292,10 @@ def _close(fd: int) -> None:
     os.close(fd)
 
 
-@cache
-def _most() -> int:
-    limit = system.soft_limit("RLIMIT_NOFILE")
-    return MOST if limit is None else min(MOST, limit // _SHARE)
-
-
 class OwnDescriptor:
     """Descriptor that is closed with the last reference to this object.
 
-    So one thread may let go of it while another waits by it, or duplicates it.
+    So one thread may let go of it while another waits by it.
     """
 
     def __init__(self, fd: int) -> None:
@@ -369,22 +305,3 @@ class OwnDescriptor:
 
     def fileno(self) -> int:
         return self._fd
-
-    def duplicate(self) -> int | None:
-        """Return a duplicate that the caller owns; None if no number is free."""
-        try:
-            return os.dup(self._fd)
-        except OSError:
-            return None
-
-
-kept: weakref.WeakSet[OwnDescriptor] = weakref.WeakSet()
-
-
-def keep_descriptor(fd: int) -> OwnDescriptor | None:
-    """Take ownership of `fd`; return None, and leave `fd` to the caller, if enough are kept."""
-    if len(kept) >= _most():
-        return None
-    descriptor = OwnDescriptor(fd)
-    kept.add(descriptor)
-    return descriptor

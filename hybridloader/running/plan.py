@@ -414,7 +414,7 @@ def _options(node: WorkerNode) -> Iterator[str]:
     if placement.timeout:
         yield f"timeout {placement.timeout:g} s"
     if node.forwarded:
-        yield "passed on by slot"
+        yield "passed on unopened"
 
 
 def as_mermaid(pipeline: Chain) -> str:

@@ -163,16 +163,15 @@ def a_loader_has_one_record() -> None:
 
 def descriptors_are_closed_once() -> None:
     numbers = [os.open(os.devnull, os.O_RDONLY) for _ in range(40)]
-    kept: list[Any] = [shared_slots.keep_descriptor(fd) for fd in numbers]
+    owned: list[Any] = [shared_slots.OwnDescriptor(fd) for fd in numbers]
 
     def use() -> None:
         for place in range(40):
-            if (descriptor := kept[place]) is not None:
-                os.close(descriptor.duplicate())
-                kept[place] = None
+            if (descriptor := owned[place]) is not None:
+                os.fstat(descriptor.fileno())
+                owned[place] = None
 
     at_once(*[use] * THREADS)
-    assert not shared_slots.kept
     assert not shared_slots.ours & {*numbers}
 
 
