@@ -187,6 +187,21 @@ def test_ctrl_c_gives_the_best_so_far() -> None:
         tuned(subject)
 
 
+def test_the_kinds_of_work() -> None:
+    for costs, kind in [
+        (Costs(5e-6), "tiny"),
+        (Costs(1e-2, 1e-4), "waits"),
+        (Costs(1e-2, 3e-3), "mixed"),
+        (Costs(1e-2, 6e-3, speedup=1.1), "holds-gil"),  # it waits for a core
+        (Costs(1e-2, 6e-3, speedup=1.5), "mixed"),
+        (Costs(1e-2, 1e-2, speedup=1.0), "holds-gil"),
+        (Costs(1e-2, 1e-2, speedup=1.0, gil=False), "releases-gil"),
+        (Costs(1e-2, 1e-2, speedup=1.9), "releases-gil"),
+        (Costs(1e-2), "releases-gil"),  # nothing is known: threads
+    ]:
+        assert costs.kind == kind
+
+
 def known(trial: Trial) -> tuple[Costs | None, ...]:
     return tuple(s and Costs(s.wall, s.cpu, s.bytes) for s in trial.stages)
 
