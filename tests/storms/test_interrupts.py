@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count, takewhile
 from types import FrameType
+from typing import Any
 
 import pytest
+from support.platforms import needs_fork
 
-from hybridloader import Pipeline
+from hybridloader import DataLoader, Pipeline
 
 OURS = ("hybridloader.engine", "hybridloader.running")
 
@@ -79,3 +81,28 @@ def test_a_close_that_was_interrupted_at_any_point_can_be_done_again() -> None:
     before = threading.active_count()
     assert sum(1 for _ in takewhile(close, count(1))) > 20
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("backend", [pytest.param("fork", marks=needs_fork), "threads"])
+def test_a_second_interrupt_while_the_first_closes_the_workers_adds_no_traceback(
+    backend: str,
+) -> None:
+    data: Any = range(10**6)
+    batches: Any = iter(DataLoader(data, 4, num_workers=2, backend=backend))
+    next(batches)
+    crew = batches._stage._crew
+    close = crew.close
+
+    def waiting(timeout: float | None) -> None:
+        raise KeyboardInterrupt("the first")
+
+    def closing() -> None:
+        crew.close = close
+        raise KeyboardInterrupt("the second")
+
+    crew.wait, crew.close = waiting, closing
+    with pytest.raises(KeyboardInterrupt, match="the first") as caught:
+        list(batches)
+    assert crew.close is close
+    assert caught.value.__context__ is None
+    batches.close()
