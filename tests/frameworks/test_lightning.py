@@ -372,6 +372,46 @@ def test_without_a_length_a_limit_of_batches_keeps_the_state_from_running_ahead(
 # -- Fabric ----------------------------------------------------------------------------------------
 
 
+@every_option
+def test_r04_fabric_keeps_class_and_options(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Fabric(accelerator="cpu", devices=1)
+    for replicas in (1, 2):
+        loader = DataLoader(Augmented(), BATCH, shuffle=True, num_workers=WORKERS, **options)
+        if replicas > 1:
+            monkeypatch.setattr(one, "_requires_distributed_sampler", lambda loader: True)
+            given = {"num_replicas": replicas, "rank": replicas - 1}
+            strategy = type(one._strategy)
+            monkeypatch.setattr(strategy, "distributed_sampler_kwargs", given, raising=False)
+        again: Any = one.setup_dataloaders(loader)._dataloader
+        assert type(again) is DataLoader
+        assert (again is loader) is (replicas == 1)
+        for name in (*NAMES, "multiprocessing_context"):
+            assert getattr(again, name) is getattr(loader, name), name
+        if replicas > 1:
+            assert isinstance(again.sampler, DistributedSampler)
+            again.sampler.set_epoch(1)
+        assert sum(len(features) for features, _ in again) == 20 / replicas
+        if again._iterator is not None:
+            again._iterator.close()
+
+
+def test_fabric_gives_the_state_of_the_loader_that_was_given() -> None:
+    """Fabric's wrapper has no such methods; on one rank the loader within is the very one."""
+    one, other = (
+        DataLoader(range(20), BATCH, num_workers=WORKERS, backend="threads")  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    fabric = Fabric(accelerator="cpu", devices=1)
+    iterator = iter(fabric.setup_dataloaders(one))
+    seen = next(iterator).tolist() + next(iterator).tolist()
+    other.load_state_dict(one.state_dict())
+    iterator.close()
+    rest = fabric.setup_dataloaders(other)
+    assert seen + [item for batch in rest for item in batch.tolist()] == list(range(20))
+
+
 def test_fabric_saves_and_loads_the_loader_with_the_model(tmp_path: Path) -> None:
     wanted = batches_of(uncounted(), EPOCHS)
     fabric, found = Fabric(accelerator="cpu", devices=1), []
