@@ -8,18 +8,18 @@ from typing import Any
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import get_worker_info
 
+from support.failing_datasets import Samples
 
-class OriginDataset:
-    """Dataset whose samples are the kind of worker and the process that made them."""
 
-    def __len__(self) -> int:
-        return 4
+def origin(index: int) -> tuple[str, int]:
+    """Return the kind of the worker and the process that make the sample."""
+    info: Any = get_worker_info()
+    # torch's own workers have no `worker_method` before torch 2.12.
+    method = getattr(info, "worker_method", "multiprocessing") if info else "caller"
+    return method, os.getpid()
 
-    def __getitem__(self, index: int) -> tuple[str, int]:
-        info: Any = get_worker_info()
-        # torch's own workers have no `worker_method` before torch 2.12.
-        method = getattr(info, "worker_method", "multiprocessing") if info else "caller"
-        return method, os.getpid()
+
+ORIGINS: Any = Samples(origin, 4)
 
 
 def origins(loader: Any) -> set[tuple[str, bool]]:
@@ -28,7 +28,7 @@ def origins(loader: Any) -> set[tuple[str, bool]]:
 
 
 def origin_loader(workers: int = 2, **more: Any) -> Any:
-    return TorchLoader(OriginDataset(), batch_size=None, num_workers=workers, **more)  # type: ignore[arg-type]
+    return TorchLoader(ORIGINS, batch_size=None, num_workers=workers, **more)
 
 
 THREAD = {("thread", True)}

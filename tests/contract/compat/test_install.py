@@ -11,7 +11,7 @@ import torch
 from support.compat import is_ours
 from support.failing_datasets import Samples
 from support.programs import output
-from support.sample_origin import PROCESS, THREAD, OriginDataset, origin_loader, origins
+from support.sample_origin import ORIGINS, PROCESS, THREAD, origin_loader, origins
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data import dataloader as torchs
@@ -124,7 +124,7 @@ def test_each_loader_runs_where_its_class_says_and_on_torchs_workers_after() -> 
             assert installed.active
             for kind, options, wanted, by_ours in WHOSE:
                 given = {"batch_size": None, "num_workers": 1, **options}
-                loader: Any = kind(OriginDataset(), **given)
+                loader: Any = kind(ORIGINS, **given)
                 assert origins(loader) == wanted, kind
                 iterator = iter(loader)
                 assert is_ours(iterator) is by_ours
