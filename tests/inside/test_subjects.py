@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data
+from support.failing_datasets import Samples
 from support.tuned_subject import INLINE, Empty, Place, choosing, subject_of
 
 import hybridloader
@@ -18,12 +19,11 @@ from hybridloader import DataLoader, Pipeline, WorkerDied, WorkerTimeout, tune
 SECONDS = 0.3
 
 
-class Squares(torch.utils.data.Dataset[int]):
-    def __len__(self) -> int:
-        return 100
+def square(index: int) -> int:
+    return index * index + 0 * int(torch.rand(()) + random.random())
 
-    def __getitem__(self, index: int) -> int:
-        return index * index + 0 * int(torch.rand(()) + random.random())
+
+SQUARES: Any = Samples(square, 100)
 
 
 def batches(loader: Any) -> list[Any]:
@@ -37,7 +37,7 @@ def test_batches_and_generators_are_as_without_tuning(kind: str) -> None:
         sampler = torch.utils.data.WeightedRandomSampler(
             [1.0] * 100, 100, generator=torch.Generator().manual_seed(3)
         )
-        return of(Squares(), 8, sampler=sampler)
+        return of(SQUARES, 8, sampler=sampler)
 
     torch.manual_seed(1)
     random.seed(1)
@@ -50,7 +50,7 @@ def test_batches_and_generators_are_as_without_tuning(kind: str) -> None:
 
 
 def test_a_plan_is_applied_to_a_loader_of_ours_and_to_one_of_torch_s() -> None:
-    ours = DataLoader(Squares(), 8, num_workers=2, persistent_workers=True)
+    ours = DataLoader(SQUARES, 8, num_workers=2, persistent_workers=True)
     subject = subject_of(ours)
     assert subject.start == (Place("shared-memory", 2),)
     assert subject.apply((Place("threads", 3, 2),)) is ours
@@ -61,7 +61,7 @@ def test_a_plan_is_applied_to_a_loader_of_ours_and_to_one_of_torch_s() -> None:
     )
     assert subject_of(ours).apply((INLINE,)) is ours
     assert len(batches(ours)) == 13
-    theirs = torch.utils.data.DataLoader(Squares(), 8)
+    theirs = torch.utils.data.DataLoader(SQUARES, 8)
     made = subject_of(theirs).apply((Place("threads", 2),))
     assert (made.num_workers, made.backend) == (2, "threads")
     assert len(batches(made)) == 13
@@ -75,7 +75,7 @@ class Stream(torch.utils.data.IterableDataset[int]):
 
 def test_a_loader_of_samples_and_one_of_an_iterable_dataset() -> None:
     """And what a tuning is as text."""
-    tuning = tune(DataLoader(Squares(), None), seconds=SECONDS)
+    tuning = tune(DataLoader(SQUARES, None), seconds=SECONDS)
     assert tuning.rate > 0
     text = str(tuning)
     assert "as it was" in text
@@ -111,21 +111,15 @@ def test_a_pipeline_gets_other_placements_and_the_same_items() -> None:
     assert list(moved.run(seed=0)) == expected
 
 
-class Raises(Squares):
-    def __getitem__(self, index: int) -> int:
-        raise KeyError("no such file")
-
-
-class Dies(Squares):
-    def __getitem__(self, index: int) -> int:
-        os._exit(3)
+def fails(index: int) -> None:
+    raise KeyError("no such file")
 
 
 def test_bad_datasets_give_their_error_and_leave_nothing() -> None:
     with pytest.raises(KeyError, match="no such file"):
-        tune(DataLoader(Raises(), 8), seconds=SECONDS)
+        tune(DataLoader(Samples(fails), 8), seconds=SECONDS)
     with pytest.raises(WorkerDied):
-        tune(DataLoader(Dies(), 8, num_workers=1), seconds=SECONDS)
+        tune(DataLoader(Samples(lambda _: os._exit(3)), 8, num_workers=1), seconds=SECONDS)
     with pytest.raises(Empty, match="DataLoader gives no batches"):
         tune(DataLoader([], 8), seconds=SECONDS)  # type: ignore[arg-type]
     with pytest.raises(Empty, match="Pipeline gives no items"):
@@ -137,14 +131,9 @@ def test_bad_datasets_give_their_error_and_leave_nothing() -> None:
 def test_a_dataset_that_hangs_gives_an_error(words: dict[str, Any]) -> None:
     gate = threading.Event()
 
-    class Hangs(Squares):
-        def __getitem__(self, index: int) -> int:
-            gate.wait(60)
-            return index
-
     try:
         with pytest.raises(WorkerTimeout) as caught:
-            tune(DataLoader(Hangs(), 8, **words), seconds=SECONDS)
+            tune(DataLoader(Samples(lambda _: gate.wait(60)), 8, **words), seconds=SECONDS)
     finally:
         gate.set()
     assert "tune() had no batch of DataLoader from any plan" in caught.value.__notes__[0]
@@ -161,7 +150,7 @@ def test_what_can_t_be_tuned_is_refused() -> None:
     ):
         with pytest.raises(TypeError, match="no step of this pipeline to place"):
             tune(pipe)
-    loader = DataLoader(Squares(), 8)
+    loader = DataLoader(SQUARES, 8)
     with pytest.raises(ValueError, match="seconds is seconds, above 0, not 0"):
         tune(loader, seconds=0)
     with pytest.raises(TypeError, match="step must be a function"):
