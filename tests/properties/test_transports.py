@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ import psutil
 import pytest
 import torch
 from support.crew_driver import OWN, CrewDriver, full
+from support.failing_datasets import Samples
 from support.platforms import DEADLINE, posix
 
 from hybridloader import DataLoader, Fork, WorkerDied
@@ -109,21 +111,13 @@ def test_a_worker_ends_with_the_reason_when_its_input_is_damaged(kind: Any) -> N
     ours.close()
 
 
-class Scribbler:
-    """A dataset whose code writes to a socket that it did not open."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        if index == 3:
-            for fd in range(3, 64):
-                try:
-                    if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                        os.write(fd, b"a line of a log that goes astray\n")
-                except OSError:
-                    pass
-        return index
+def scribble(index: int) -> int:
+    """Write to sockets that this code did not open."""
+    for fd in range(3, 64) if index == 3 else ():
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.write(fd, b"a line of a log that goes astray\n")
+    return index
 
 
 @posix
@@ -131,7 +125,8 @@ class Scribbler:
 def test_a_dataset_that_writes_into_the_line_costs_its_worker_and_nothing_else(
     backend: str,
 ) -> None:
-    loader = DataLoader(Scribbler(), num_workers=1, backend=backend, prefetch_factor=1)  # type: ignore[arg-type]
+    data: Any = Samples(scribble)
+    loader = DataLoader(data, num_workers=1, backend=backend, prefetch_factor=1)
     iterator = iter(loader)
     assert [next(iterator).item() for _ in range(3)] == [0, 1, 2]
     with pytest.raises(WorkerDied, match="worker 0"):
