@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +89,12 @@ def test_a_thread_that_is_ended_is_named(exception: type[BaseException]) -> None
 
     iterator = start(load(Samples(sample), "threads", workers=2))
     with pytest.raises(WorkerDied) as caught:
-        outcomes_until_error(iterator)
+        list(iterator)
     text = str(caught.value)
     for word in ("worker 1 ", "[3]", exception.__name__, "# the exiting line"):
         assert word in text
     with pytest.raises(WorkerDied):
         next(iterator)
-
-
-def outcomes_until_error(iterator: Iterator[Any]) -> None:
-    for _ in iterator:
-        pass
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -111,7 +106,7 @@ def test_a_caller_that_plays_the_workers_exits_itself(workers: int) -> None:
 
     iterator = start(load(Samples(sample), "inline", workers=workers))
     with pytest.raises(SystemExit) as caught:
-        outcomes_until_error(iterator)
+        list(iterator)
     assert caught.value.code == 5
     with pytest.raises(IteratorClosed):
         next(iterator)
