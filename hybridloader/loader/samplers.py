@@ -36,7 +36,7 @@ from hybridloader._support.states import (
     kept,
     load_into,
 )
-from hybridloader._support.user_objects import described
+from hybridloader._support.user_objects import attribute, described
 from hybridloader.errors import StateError
 
 # -- Order of torchdata's loaders: the samplers of a `StatefulDataLoader`.
@@ -192,7 +192,7 @@ class Samplers(NamedTuple):
             return None
         for sampler in self.chain:
             for names in (("rank", "num_replicas"), ("process_index", "num_processes")):
-                share: list[Any] = [getattr(sampler, name, None) for name in names]
+                share: list[Any] = [attribute(sampler, name) for name in names]
                 if all(type(number) is int for number in share):
                     return share
         return None
@@ -205,7 +205,7 @@ class Samplers(NamedTuple):
             found["loader"] = self.generator
         samplers = self.chain
         inner = samplers[-1]
-        own = getattr(inner, "generator", None)
+        own = attribute(inner, "generator")
         if isinstance(own, torch.Generator):
             if own is not self.generator:
                 found[SAMPLERS] = own
@@ -254,7 +254,7 @@ class Samplers(NamedTuple):
     def _seeded(self) -> Any:
         """Sampler with a `set_epoch()`, whose order depends on the epoch."""
         for sampler in self.chain:
-            if callable(getattr(sampler, "set_epoch", None)):
+            if callable(attribute(sampler, "set_epoch")):
                 return sampler
         return None
 
@@ -339,9 +339,9 @@ def _chain(outer: Any) -> list[Any]:
     found = [outer]
     while len(found) < _LONGEST_CHAIN:
         last = found[-1]
-        inner = getattr(last, "batch_sampler", None)
+        inner = attribute(last, "batch_sampler")
         if inner is None:
-            inner = getattr(last, "sampler", None)
+            inner = attribute(last, "sampler")
         if inner is None or id(inner) in map(id, found):
             break
         found.append(inner)
@@ -517,7 +517,7 @@ def _begun(samplers: Samplers, indices: Iterator[Any], *, eager: bool) -> Iterat
 def _shortcut(samplers: Samplers, indices: Iterator[Any], count: int) -> tuple[Iterator[Any], int]:
     """Skip up to `count` of `indices`, if that is cheap; return the rest and the number skipped."""
     outer = samplers.outer
-    inner: Any = getattr(outer, "sampler", None)
+    inner: Any = attribute(outer, "sampler")
     if type(outer) is SequentialSampler:
         return iter(range(count, len(outer.data_source))), count
     if type(outer) not in PLAIN or not count:

@@ -18,7 +18,6 @@ import torch
 from numpy.random import sample as taken_sample
 from numpy.random import seed as taken_seed
 from support.random_datasets import Drawing, add, collate, states
-from support.ways_to_draw import OTHERS
 from torch.utils.data import Dataset, get_worker_info
 
 from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
@@ -121,7 +120,6 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "loader": lambda: [b.tolist() for b in DataLoader(range(9), 9, shuffle=True)],
     "taken from random": lambda: [taken_choice(range(99)), taken_gauss(0, 1)],
     "split": lambda: list(torch.utils.data.random_split(range(9), [4, 5])[0]),
-    **OTHERS,
 }
 
 

@@ -126,25 +126,6 @@ def test_slots_cost_no_descriptors_and_few_mappings_however_many_are_kept(
     assert slots_of(pair.pass_on(bytes(90_000))[0]) == [20]
 
 
-def test_where_there_is_no_memory_for_several_slots_there_may_be_for_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    make = segments.make
-
-    def make_small(size: int) -> Any:
-        if size > 50_000:
-            raise OSError(28, "No space left on device")
-        return make(size)
-
-    monkeypatch.setattr(segments, "make", make_small)
-    pair = Pair()
-    kept = [pair.pass_on(bytes([k]) * 40_000) for k in range(8)]
-    assert [slots_of(slot_map) for slot_map, _ in kept] == [
-        [slots.number_of(k, 0)] for k in range(8)
-    ]
-    assert [slot_map.refusal for slot_map, _ in kept] == [None] * 8
-
-
 def test_slots_of_sizes_no_longer_used_are_given_back_on_both_sides() -> None:
     pair = Pair()
     for size in range(1, 60):

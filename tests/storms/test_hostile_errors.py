@@ -163,9 +163,8 @@ def fail(*_: Any) -> Any:
     raise Hostile("bad")
 
 
-class Unsent(Samples):
-    def __getitem__(self, index: int) -> Any:
-        return Unsendable() if index == 3 else index
+def unsendable_at_3(index: int) -> Any:
+    return Unsendable() if index == 3 else index
 
 
 def items(**where: Any) -> Pipeline:
@@ -201,7 +200,7 @@ PLACES: dict[str, tuple[Callable[[], Any], list[Any]]] = {
         [0, 1, 2, TooManyErrors, 4, 5],
     ),
     "value that can't be sent": (
-        lambda: DataLoader(Unsent(), None, on_error="skip", **WHERE),
+        lambda: DataLoader(Samples(unsendable_at_3, 6), None, on_error="skip", **WHERE),
         [0, 1, 2, ResultPicklingError, 4, 5],
     ),
     "coroutine": (
@@ -212,10 +211,6 @@ PLACES: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     "reader": (
         lambda: Pipeline.from_iterable(Stream, **WHERE),
         [0, 1, 2, Hostile, 4, 5],
-    ),
-    "rows": (
-        lambda: items().zip(items(**WHERE)),
-        [(0, 0), (1, 1), (2, 2), Hostile, (4, 4), (5, 5)],
     ),
     "collated here": (
         lambda: items().map(abs).batch(2, collate_fn=fail),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.failing_datasets import Samples, at_gate, outcomes
 from support.fake_accelerator import FakeAccelerator
-from support.pinning_datasets import Counting, Pinnable, Rows, first_of, runs, start
+from support.pinning_datasets import Counting, Pinnable, Rows, runs, start
 
 from hybridloader import DataLoader, WorkerDied, WorkerTimeout
 from hybridloader.errors import IteratorClosed
@@ -103,19 +103,6 @@ def test_the_death_of_the_thread_is_noticed_at_once(failure: BaseException) -> N
     for _ in range(2):
         with pytest.raises(IteratorClosed):
             next(iterator)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_refused_pinning_is_one_warning_and_every_batch_comes(workers: int) -> None:
-    fake = FakeAccelerator(pinnable=0)
-    loader = DataLoader(
-        Rows(), 4, num_workers=workers, backend="threads" if workers else None, device=fake
-    )
-    with pytest.warns(UserWarning, match="the fake device pins at most 0 bytes") as caught:
-        batches = list(loader)
-    fake.run()
-    assert [first_of(batch) for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert len([w for w in caught if "could not be put" in str(w.message)]) == 1
 
 
 def test_an_interrupt_while_the_caller_waits_ends_all(tmp_path: Path) -> None:

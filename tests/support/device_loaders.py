@@ -12,7 +12,7 @@ import pytest
 
 from hybridloader import DataLoader, Memory, SharedMemory, Threads
 from support.digested_batches import KIND, Noise
-from support.fake_accelerator import TorchAccelerator, find
+from support.fake_accelerator import Accelerator, find
 
 LIMIT = 24 << 20
 """Bytes of the slots: some forty batches of half a MiB, so that each is filled again and again."""
@@ -29,10 +29,10 @@ on_backends = pytest.mark.parametrize("backend", list(BACKENDS.values()), ids=li
 only_cuda = pytest.mark.skipif(KIND != "cuda", reason="only CUDA has this")
 
 
-def queueing() -> TorchAccelerator:
+def queueing() -> Accelerator:
     """Return the device, if it copies while the host runs on."""
     device = find(KIND)
-    assert isinstance(device, TorchAccelerator)
+    assert isinstance(device, Accelerator)
     if not device.queues_copies:
         pytest.skip("the device does not queue copies beside the user's stream")
     return device
