@@ -35,7 +35,7 @@ from hybridloader.observe.tracing import (
 
 def is_observed(observe: bool) -> bool:
     """Return True if an iterator that is made now is observed: by its user, a trace or tables."""
-    return observe or Trace.running() is not None or Tables.running() is not None
+    return observe or Trace.running is not None or Tables.running is not None
 
 
 SHOWN = 12  # maximum number of loaders in the tables of a program, the latest ones
@@ -108,7 +108,7 @@ class Observation(ABC):
     """
 
     def __init__(self, name: str, key: Hashable) -> None:
-        self.trace, self._tables = Trace.running(), Tables.running()
+        self.trace, self._tables = Trace.running, Tables.running
         self._name, self._key = name, key
         # All the mutable state:
         self._stores = uses()  # as they were before

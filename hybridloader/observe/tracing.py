@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from hybridloader._support import system
 from hybridloader._support.text import brief, warn, whole
 from hybridloader._support.threads import Pause, Waits
 from hybridloader._support.user_objects import described, repr_of
@@ -37,20 +38,17 @@ if TYPE_CHECKING:
 
 
 class ProgramBlock(ABC):
-    """Context manager, for one use. `running` returns the latest of each subclass.
+    """Context manager, for one use. In a process that is forked inside it, it neither runs nor ends."""
 
-    In a process that is forked inside the block it neither runs nor ends.
-    """
-
-    _latest: ClassVar[ProgramBlock | None] = None
-    """Running block; each subclass sets this attribute on itself."""
+    running: ClassVar[Any] = None
+    """Latest block that runs in this process, or None; each subclass sets this attribute on itself."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
 
     def __enter__(self) -> Self:
         self._begin()
-        type(self)._latest = self
+        type(self).running = self
         return self
 
     def __exit__(
@@ -61,8 +59,8 @@ class ProgramBlock(ABC):
     ) -> None:
         if os.getpid() != self._owner:  # a forked child that left the block
             return
-        if type(self)._latest is self:
-            type(self)._latest = None
+        if type(self).running is self:
+            type(self).running = None
         self._end(error)
 
     def _begin(self) -> None:  # noqa: B027  # most have nothing to do
@@ -72,11 +70,13 @@ class ProgramBlock(ABC):
     def _end(self, error: BaseException | None) -> None:
         """Finish the block; `error` is the exception that ended it, or None."""
 
-    @classmethod
-    def running(cls) -> Self | None:
-        """Return the block that runs in this process, or None."""
-        found = cls._latest
-        return found if isinstance(found, cls) and found._owner == os.getpid() else None
+
+def _forget_blocks() -> None:
+    for kind in ProgramBlock.__subclasses__():
+        kind.running = None
+
+
+system.at_fork(after_in_child=_forget_blocks)
 
 
 def numbered(name: str, number: int) -> str:
@@ -134,7 +134,7 @@ class Trace(ProgramBlock):
     def _begin(self) -> None:
         if self._base is not None:
             raise RuntimeError("this trace has begun before; make a new one")
-        if (other := Trace.running()) is not None:
+        if (other := Trace.running) is not None:
             raise RuntimeError(
                 f"a trace to {other.path!r} runs already and records all loaders; end it first"
             )

@@ -24,7 +24,7 @@ def test_all_loaders_and_pipelines_have_one_and_a_loader_that_is_used_again_keep
     stream = io.StringIO()
     first = DataLoader(range(8), 2, **THREADS)  # type: ignore[arg-type]
     with Tables(stream) as running:
-        assert Tables.running() is running
+        assert Tables.running is running
         for _ in range(2):
             list(first)
         list(DataLoader(range(6), 2))  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ def test_all_loaders_and_pipelines_have_one_and_a_loader_that_is_used_again_keep
                 list(run)
         for _ in DataLoader(range(8), 2, **THREADS):  # type: ignore[arg-type]
             break
-    assert Tables.running() is None
+    assert Tables.running is None
     wanted = {"DataLoader": 4, "DataLoader 2": 3, "Pipeline": 5, "Pipeline 2": 18}
     assert counts(stream) == wanted | {"DataLoader 3": 1}
     assert first.stats().items == 4, "it observes, so stats() can be asked for"
