@@ -92,7 +92,7 @@ class Threads(Backend):
 
     def open(self) -> Crew:
         renew_autograd_engine()  # this process may be a fork
-        return _ThreadCrew(self.copies, PrivateSlots(self.memory.bytes()))
+        return _ThreadCrew(self.copy_dataset, PrivateSlots(self.memory.bytes()))
 
 
 class _Inbox:

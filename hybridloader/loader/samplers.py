@@ -178,7 +178,9 @@ class Samplers(NamedTuple):
     @classmethod
     def of(cls, loader: Any) -> Samplers:
         outer = loader._index_sampler
-        return cls(outer, loader.generator, _chain(outer), _stateful(outer))
+        # Batch samplers of other classes may have drawn ahead of their batches.
+        drawn = outer.sampler if type(outer) in PLAIN else outer
+        return cls(outer, loader.generator, _chain(outer), drawn if is_stateful(drawn) else None)
 
     @property
     def names(self) -> list[str]:
@@ -346,12 +348,6 @@ def _chain(outer: Any) -> list[Any]:
             break
         found.append(inner)
     return found
-
-
-def _stateful(outer: Any) -> Any:
-    # Batch samplers of other classes may have drawn ahead of their batches.
-    drawn = outer.sampler if type(outer) in PLAIN else outer
-    return drawn if is_stateful(drawn) else None
 
 
 def is_ours(sampler: Any) -> bool:

@@ -277,12 +277,12 @@ class SampleRng:
         # All the mutable state:
         self.first_item = 0  # number of the first item of the current task
         self._parts: dict[int, SampleRng] = {}  # by the number of their function
-        self.begin(origin.epoch)
+        self._epoch = origin.epoch
+        self._root: Any = None
 
     def begin(self, epoch: int) -> None:
         """Begin an epoch. Its hash is made at the first draw: most workers on threads draw nothing."""
-        self._epoch = epoch
-        self._root: Any = None
+        self._epoch, self._root = epoch, None
         for part in self._parts.values():
             part.begin(epoch)
 

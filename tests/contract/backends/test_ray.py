@@ -157,7 +157,8 @@ def test_a_worker_that_dies_is_replaced_and_nothing_is_lost(
     assert labels(loader) == [*range(40)]
 
 
-@pytest.mark.parametrize("kill", ["ray.kill", pytest.param("SIGKILL", marks=pytest.mark.full)])
+@pytest.mark.full  # a node that dies takes an actor along, too
+@pytest.mark.parametrize("kill", ["ray.kill", "SIGKILL"])
 def test_an_actor_that_is_killed_is_replaced(tmp_path: Path, kill: str) -> None:
     gate = Gate(tmp_path)
     loader = DataLoader(Waiting(gate), 4, num_workers=2, backend=SMALL, on_worker_death="restart")
@@ -185,7 +186,7 @@ def test_a_task_that_takes_too_long_is_told_of_with_the_stack(tmp_path: Path) ->
     gate.open()
 
 
-@pytest.mark.parametrize("policy", ["raise", "restart"])
+@pytest.mark.parametrize("policy", [pytest.param("raise", marks=pytest.mark.full), "restart"])
 def test_a_cluster_that_is_shut_down_is_an_error_and_none_is_started(policy: str) -> None:
     script = textwrap.dedent("""
         import sys

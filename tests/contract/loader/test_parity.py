@@ -632,20 +632,17 @@ def cells_with_workers() -> list[Cell]:
 
 def backends(number: int, cell: Cell) -> Iterator[Any]:
     """The backends that a cell is run on; every other one on one that forks, which takes its time."""
-    if number % 2 or cell.name in ON_RAY:
+    if number % 2 or cell.name in (ON_RAY, "remembering+batches+persistent-marked+2w"):
         yield (None, "fork", "shared-memory")[number // 2 % 3]
     yield "inline"
     if not cell.draws:
         yield Threads(copy_dataset=True) if cell.copies else "threads"
-    if cell.name == "drawn+shuffle-generator+persistent+2w":
+    if cell.name == ON_RAY:
         yield "spawn"
 
 
-ON_RAY = {
-    "drawn+shuffle-generator+persistent+2w",
-    "remembering+batches+persistent-marked+2w",
-}
-"""Of these, cells that run on Ray each time; the rest of the grid is marked `full` there."""
+ON_RAY = "drawn+shuffle-generator+persistent+2w"
+"""Cell that runs on Ray each time; the rest of the grid is marked `full` there."""
 
 GRID = {cell: tuple(backends(number, cell)) for number, cell in enumerate(cells_with_workers())}
 ALONE = cells_without_workers()
@@ -694,7 +691,7 @@ def test_torchs_own_loaders_are_the_same_converted_or_on_our_engine(cell: Cell) 
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(cell, id=cell.name, marks=() if cell.name in ON_RAY else pytest.mark.full)
+        pytest.param(cell, id=cell.name, marks=() if cell.name == ON_RAY else pytest.mark.full)
         for cell in GRID
     ],
 )
