@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import importlib.util
-import operator
 import os
 import re
 import sys
@@ -163,7 +161,7 @@ def _add_run(commands: Any) -> None:
 def _add_pack(commands: Any) -> None:
     pack = _command(
         *(commands, "write-shards", _pack),
-        help="write a folder or a dataset into shards: tar archives",
+        help="write a folder into shards: tar archives",
         description="Write samples into shards that Tar and webdataset read, each archive with its "
         "index. Nothing is overwritten. The same command resumes after an interruption.",
     )
@@ -171,8 +169,7 @@ def _add_pack(commands: Any) -> None:
         "source",
         metavar="SOURCE",
         help="a folder or a glob of files, of which those with the same name up to the first dot are "
-        "one sample; or MODULE:NAME of a dataset or an iterable of dicts, or of a function that "
-        "returns one",
+        "one sample",
     )
     pack.add_argument("-o", "--output", required=True, metavar="URL", help="a folder, empty or new")
     _add_options(
@@ -276,11 +273,15 @@ def _run(arguments: argparse.Namespace) -> str | None:
 
 
 def _pack(arguments: argparse.Namespace) -> str | None:
-    """Pack a source; return the error as text, or None."""
-    from hybridloader.sources.writing import write_shards
+    """Pack the files of a folder; return the error as text, or None."""
+    from hybridloader.sources.writing import FolderSamples, write_shards
 
+    options = arguments.storage_options if "://" in arguments.source else {}
     try:
-        source = _source(arguments)
+        source = FolderSamples(arguments.source, classes=arguments.classes, storage_options=options)
+        if source.ignored:
+            skipped = f"{source.ignored:,} files are skipped: hidden, or without an extension"
+            print(skipped, file=sys.stderr)
         with _progress("shards") as report:
             counts = write_shards(
                 source,
@@ -297,34 +298,6 @@ def _pack(arguments: argparse.Namespace) -> str | None:
         f"{sum(counts):,} samples, {min(counts):,} to {max(counts):,} in a shard", file=sys.stderr
     )
     return None
-
-
-def _source(arguments: argparse.Namespace) -> Any:
-    """Return the samples of SOURCE. Raises `OSError`, `ImportError` or `ValueError`."""
-    text = arguments.source
-    module, colon, name = text.partition(":")
-    if colon and "://" not in text and "/" not in text and not Path(text).exists():
-        sys.path.insert(0, "")  # as in python -m
-        imported = importlib.import_module(module)
-        try:
-            found: Any = operator.attrgetter(name)(imported)
-        except AttributeError:
-            raise ValueError(
-                f"{module} has no {name}; SOURCE must name an attribute of the module"
-            ) from None
-        if callable(found) and not hasattr(found, "__iter__") and not hasattr(found, "__getitem__"):
-            found = found()
-        return found
-    from hybridloader.sources.writing import FolderSamples
-
-    options = arguments.storage_options if "://" in text else {}
-    samples = FolderSamples(text, classes=arguments.classes, storage_options=options)
-    if samples.ignored:
-        print(
-            f"{samples.ignored:,} files are skipped: hidden, or without an extension",
-            file=sys.stderr,
-        )
-    return samples
 
 
 def _info(arguments: argparse.Namespace) -> None:

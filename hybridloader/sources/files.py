@@ -331,7 +331,7 @@ class Files(Shards[Any]):
         self.classes: list[str] = []
         self._labels: Any = None
         if flag("class_from_folder", class_from_folder):
-            folders = [_class_of(path, root) for root in roots for path in root.paths]
+            folders = [class_of(path, root) for root in roots for path in root.paths]
             self.classes = sorted({*folders})
             number = {name: at for at, name in enumerate(self.classes)}
             self._labels = np.array([number[name] for name in folders], np.int64)
@@ -359,12 +359,13 @@ class Files(Shards[Any]):
         return data if self._labels is None else (data, int(self._labels[index]))
 
 
-def _class_of(path: str, root: Root) -> str:
+def class_of(path: str, root: Root) -> str:
+    """Return the first folder below that of `root`."""
     inner = path[len(root.folder) :].lstrip("/")
     name, slash, _ = inner.partition("/")
     if not slash:
         raise SourceError(
-            f"{path} is in no class folder: class_from_folder=True reads the class from the first "
-            f"folder below {root.folder or 'the root'}"
+            f"{path} is in no class folder: the class is the first folder below "
+            f"{root.folder or 'the root'}"
         )
     return name

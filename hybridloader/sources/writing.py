@@ -24,7 +24,7 @@ from typing import Any
 from hybridloader._support.text import short, whole
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
-from hybridloader.sources.files import Urls, list_files
+from hybridloader.sources.files import Urls, class_of, list_files
 from hybridloader.sources.store import MANIFEST, Stamp, Store
 from hybridloader.sources.tar import make_index, name_parts, packed_index
 
@@ -45,7 +45,7 @@ class _Archive:
         if not isinstance(sample, Mapping):
             raise TypeError(
                 f"sample {number} must be a dict of fields by name, such as {{'jpg': b'...'}}, not "
-                f"{short(sample)}; pass encode=, a function that returns such a dict"
+                f"{short(sample)}; a map() makes such dicts"
             )
         fields = {name: value for name, value in sample.items() if name[:2] != "__"}
         key = str(sample.get(KEY, f"{number:09d}"))
@@ -106,7 +106,7 @@ def _encoded(value: Any, extension: str, number: int) -> bytes:
         return str(value).encode()
     raise TypeError(
         f"sample {number}: {extension!r} is {short(value)}, which is neither bytes, text nor a number; "
-        "name an array .npy, name JSON .json, or pass encode="
+        "name an array .npy, and name JSON .json"
     )
 
 
@@ -125,6 +125,7 @@ class FolderSamples:
     ) -> None:
         self.ignored = 0  # number of files that are no sample's: hidden, or without an extension
         groups: dict[str, dict[str, tuple[Store, str, int]]] = {}
+        named: dict[str, str] = {}  # class of each sample
         for root in list_files(urls, storage_options or {}):
             for path, size in zip(root.paths, root.sizes, strict=True):
                 parts = name_parts(path[len(root.folder) :].lstrip("/"))
@@ -138,10 +139,10 @@ class FolderSamples:
                         "lost; pack their folders separately"
                     )
                 files[parts[1]] = root.store, path, size
-        self._samples = [*groups.items()]
-        self.classes: list[str] = []
-        if classes:
-            self.classes = sorted({_class_of(key) for key in groups})
+                if classes:
+                    named[parts[0]] = class_of(path, root)
+        self._samples, self._named = [*groups.items()], named
+        self.classes = sorted({*named.values()})
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -152,17 +153,8 @@ class FolderSamples:
         for extension, (store, path, size) in files.items():
             sample[extension] = store.read(path, size)
         if self.classes:
-            sample["cls"] = self.classes.index(_class_of(key))
+            sample["cls"] = self.classes.index(self._named[key])
         return sample
-
-
-def _class_of(key: str) -> str:
-    name, slash, _ = key.partition("/")
-    if not slash:
-        raise SourceError(
-            f"the files {key}.* are in no class folder; move them into a folder below the packed one"
-        )
-    return name
 
 
 VERSION = 3  # version of the manifest
@@ -307,10 +299,9 @@ def write_shards(
     *,
     samples_per_shard: int | None = None,
     bytes_per_shard: int | None = None,
-    encode: Callable[[Any], Mapping[str, Any]] | None = None,
     workers: int = 4,
     storage_options: Mapping[str, Any] | None = None,
-    report: Callable[[int], object] = lambda _: None,
+    report: Callable[[int], object] | None = None,
 ) -> list[int]:
     """Write all samples of a dataset or an iterable into shards, for `Tar` and webdataset.
 
@@ -334,8 +325,6 @@ def write_shards(
         Number of samples of each shard but the last.
     bytes_per_shard
         Bytes at which a shard is full, by default 256 MiB.
-    encode
-        Function from a sample to the dict that is written.
     workers
         Number of threads that read the samples of a dataset.
     storage_options
@@ -375,15 +364,15 @@ def write_shards(
         raise ValueError(f"pass only one of {', '.join(plan)}")
     plan = plan or {"bytes_per_shard": BYTES}
     workers = whole("workers", workers, 1)
-    encode = encode or (lambda sample: sample)
+    report = report or (lambda _: None)
     if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
         count = plan["samples"] = len(source)
-        first = [*_read(source, encode, range(min(count, 1)), 1)]
+        first = [*_read(source, range(min(count, 1)), 1)]
 
         def samples_from(start: int) -> Iterator[Any]:
-            return _read(source, encode, range(start, count), workers)
+            return _read(source, range(start, count), workers)
     else:
-        items = map(encode, source)
+        items = iter(source)
         first = [*islice(items, 1)]
 
         def samples_from(start: int) -> Iterator[Any]:
@@ -414,12 +403,12 @@ def write_shards(
     return pack.counts
 
 
-def _read(source: Any, encode: Callable[[Any], Any], numbers: range, workers: int) -> Iterator[Any]:
+def _read(source: Any, numbers: range, workers: int) -> Iterator[Any]:
     """Yield the samples in their order; `workers` threads read them, a few ahead."""
 
     def one(number: int) -> Any:
         try:
-            return encode(source[number])
+            return source[number]
         except Exception as error:
             add_note(error, f"packing sample {number}")
             raise
