@@ -261,19 +261,6 @@ def test_a_run_that_has_ended_goes_on_with_nothing_and_starts_nothing() -> None:
     assert list(pipe.run(state=state)) == []
 
 
-def test_loading_is_the_same_as_running_with_a_state() -> None:
-    pipe = Pipeline.from_dataset(range(30), shuffle=True).map(changed, **THREADS)
-    with pipe.run(epoch=3) as run:
-        events(run, 12)
-        state, rest = saved(run), events(run)
-    other = pipe.run()
-    other.load_state_dict(state)
-    assert other.epoch == 3
-    assert saved(other) == state
-    other.load_state_dict(state)
-    assert events(other) == rest
-
-
 def test_a_state_does_not_hold_the_run() -> None:
     pipe = Pipeline.from_dataset(range(30)).map(changed, **THREADS)
     gc.disable()
