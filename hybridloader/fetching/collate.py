@@ -316,7 +316,7 @@ def gatherer(dataset: Any, collate_fn: Any) -> Callable[[Sequence[int]], Any] | 
     if torch is None or not is_default_collate(collate_fn):
         return None
     gather = _gather_of(dataset)
-    if gather is None or not _as_torch_ships():
+    if gather is None or not _collates_as_torch():
         return None
 
     def fetch(indices: Sequence[int]) -> Any:
@@ -331,28 +331,16 @@ def gatherer(dataset: Any, collate_fn: Any) -> Callable[[Sequence[int]], Any] | 
     return fetch
 
 
-def _as_torch_ships() -> bool:
-    """Return True if default collation and the datasets' methods are as torch defines them.
-
-    `default_collate_fn_map` may be changed in place, as its docstring shows, and a test may replace a
-    method.
-    """
+def _collates_as_torch() -> bool:
+    """Return True if `default_collate_fn_map`, which programs change in place, has torch's functions for
+    tensors and lists."""
     from torch import Tensor
-    from torch.utils.data import Subset, TensorDataset
     from torch.utils.data._utils import collate
 
     functions: Any = collate.default_collate_fn_map
-    if functions.get(Tensor) is not collate.collate_tensor_fn:
-        return False
     empties: tuple[Any, ...] = (), [], {}
-    if any(isinstance(empty, known) for empty in empties for known in functions):
-        return False
-    kinds: tuple[Any, ...] = (TensorDataset, Subset)
-    methods = (vars(kind).get(name) for kind in kinds for name in ("__getitem__", "__getitems__"))
-    torchs = TensorDataset.__init__.__code__.co_filename
-    return all(
-        method is None or getattr(getattr(method, "__code__", None), "co_filename", None) == torchs
-        for method in methods
+    return functions.get(Tensor) is collate.collate_tensor_fn and not any(
+        isinstance(empty, known) for empty in empties for known in functions
     )
 
 

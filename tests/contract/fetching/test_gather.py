@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -165,21 +164,6 @@ def test_a_collate_function_of_another_class_changes_nothing(
     monkeypatch.setitem(functions, kind, functions[float])
     assert samples_asked_for(datasets()["pair"]) == 0
     assert next(iter(hybridloader.DataLoader([1, 2], 2))).tolist() == [1, 2]
-
-
-@pytest.mark.parametrize("kind", [TensorDataset, Subset])
-def test_a_method_that_was_replaced_is_called(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "__getitems__" if kind is Subset else "__getitem__"
-    before, calls = getattr(kind, name), []
-
-    @functools.wraps(before)
-    def replaced(self: Any, index: Any) -> Any:
-        calls.append(index)
-        return before(self, index)
-
-    monkeypatch.setattr(kind, name, replaced)
-    list(hybridloader.DataLoader(datasets()["subset"], 4))
-    assert calls
 
 
 def constant(value: float) -> TensorDataset:
