@@ -2,7 +2,7 @@
 
 `fork_safety` finds the cases in which it must not fork. Each request brings two descriptors: the
 worker's end of its connection, and a status socket by which the parent hears of the worker's process
-and of its end. A refused request is answered by both. Windows can't import this module.
+and of its end. Windows can't import this module.
 """
 
 from __future__ import annotations
@@ -73,16 +73,12 @@ class Request(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """First message to the parent: the work is loaded; `refusal` is the reason why nothing is forked, if
-    any."""
+    """The one message to the parent: the work is loaded.
+
+    With a `refusal`, the reason why nothing is forked, the zygote ends.
+    """
 
     refusal: str
-
-
-class Refused(NamedTuple):
-    """Answer to a request that is not carried out; its descriptors go back along with it."""
-
-    worker: int
 
 
 def serve(
@@ -119,7 +115,6 @@ class _Zygote:
         # All the other mutable state:
         self._frames: deque[Frame] = deque()  # requests that have arrived
         self._workers: dict[int, tuple[Any, int]] = {}  # by pidfd: process and status socket
-        self._refusal = ""
         self._sigchld: Any = signal.SIG_DFL  # handler for the workers
         self._postmortem: PostmortemWriter | None = None
 
@@ -135,7 +130,6 @@ class _Zygote:
         # A launcher that ignores the signal passes this on, and the kernel would then keep no exit
         # codes.
         self._sigchld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._endpoint.send([pickle.dumps(Loaded(self._refusal))])
         connection = self._endpoint.fileno()
         for fd in (connection, self._watched):
             self._poll.register(fd, select.POLLIN)
@@ -167,19 +161,20 @@ class _Zygote:
         before = fork_safety.open_descriptors() - set(frame.fds)
         spec = first.load(frame)
         del frame
-        self._refusal = fork_safety.refusal(before)
+        refusal = fork_safety.refusal(before)
+        self._endpoint.send([pickle.dumps(Loaded(refusal))])
+        if refusal:
+            os._exit(0)
         gc.collect()
         gc.freeze()  # a collection in a worker would touch, and so copy, shared pages
         return spec
 
     def _answer(self, frame: Frame, loaded: WorkerSpec) -> None:
         request: Request = pickle.loads(frame.parts[0])
-        if self._refusal:
-            self._endpoint.send([pickle.dumps(Refused(request.worker))], frame.fds)
-        elif len(frame.fds) == 2:  # the kernel drops descriptors if there is no room
+        if len(frame.fds) == 2:
             self._fork(request, replace(loaded, **request.changes), *frame.fds)
             return
-        for fd in frame.fds:
+        for fd in frame.fds:  # the kernel drops descriptors if there is no room
             os.close(fd)
 
     def _fork(self, request: Request, spec: WorkerSpec, connection: int, status: int) -> None:
@@ -298,8 +293,8 @@ class _StartedZygote:
         # The work that it loads; None once the dataset has changed.
         self.spec: WorkerSpec | None = spec
         self.loaded = False
-        # Requests until it has loaded.
-        self.asked: dict[int, tuple[WorkerStart, ForkedHandle]] = {}
+        # Requests until it has loaded, each with a copy of the worker's end of its connection.
+        self.asked: list[tuple[WorkerStart, ForkedHandle, Connection]] = []
 
     def serves(self, spec: WorkerSpec) -> bool:
         """True if it has, or will have, the work of `spec`."""
@@ -349,7 +344,7 @@ class ZygoteStarter(Starter):
         finally:
             theirs.close()
         if not zygote.loaded:
-            zygote.asked[start.worker] = start, handle
+            zygote.asked.append((start, handle, Connection(os.dup(connection.fileno()))))
         start.note(handle)
 
     def _begin(self, spec: WorkerSpec, shipment: Shipment) -> _StartedZygote:
@@ -384,19 +379,20 @@ class ZygoteStarter(Starter):
         zygote = self._zygote
         if zygote is None or frame is None:
             return None
-        message = pickle.loads(frame.parts[0])
-        if isinstance(message, Refused):
-            self._start_afresh(*zygote.asked.pop(message.worker), frame)
-            if not zygote.asked:
-                self.transport.drop(ZYGOTE)  # this ends the zygote
-                self._end()
-            return None
-        assert isinstance(message, Loaded)
+        message: Loaded = pickle.loads(frame.parts[0])
+        zygote.loaded, asked = True, zygote.asked
         if not message.refusal:
-            zygote.loaded = True
-            zygote.asked.clear()
+            asked.clear()
             return None
         self._refused = True
+        for start, handle, connection in asked:
+            handle.failed("was refused")
+            try:
+                super()._launch(start, connection)
+            except Exception as error:  # for example, no further process can be started
+                handle.failed(f"could not be started: {error}")
+        self.transport.drop(ZYGOTE)
+        self._end()
         stage = None if zygote.spec is None else zygote.spec.stage
         guard = "do it below `if __name__ == '__main__':`"
         other = "set Spawn(preload=False)" if self._script is None else guard
@@ -407,24 +403,6 @@ class ZygoteStarter(Starter):
             f"{message.refusal}. Do that in worker_init_fn or when the first sample is read, or {other}",
             "started-one-by-one",
         )
-
-    def _start_afresh(self, start: WorkerStart, handle: ForkedHandle, frame: Frame) -> None:
-        """Start a worker that the zygote has refused; `frame` brings its descriptors back."""
-        handle.failed("was refused")  # now, as the zygote may close its end of the socket later
-        if len(frame.fds) < 2:
-            handle.failed(
-                "could not be started: no descriptor is left; raise the limit (ulimit -n)"
-            )
-            return
-        connection = Connection(frame.fds[0])
-        frame.fds.pop(0)
-        os.close(frame.fds.pop())
-        try:
-            super()._launch(start, connection)
-        except Exception as error:  # for example, no further process can be started
-            handle.failed(f"could not be started: {error}")
-        finally:
-            connection.close()
 
     def dataset_changed(self) -> None:
         if self._zygote is not None:
