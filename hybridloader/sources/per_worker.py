@@ -25,10 +25,11 @@ _inherited: list[Any] = []
 class PerWorker(Generic[T]):
     """A handle that each worker opens for itself, when it first asks for it.
 
-    Calling this object returns the handle. The handle is closed when the worker ends, or by `close`. A
-    forked process opens another handle, and so does a process to which this object is sent; only `open`
-    is sent there. A copy within one process is this object itself. Outside of workers, the thread (or
-    process) keeps its handle until `close`, or until this object is deleted.
+    Calling this object returns the handle. The handle is closed when the worker ends that opened it, or
+    by `close`. A forked process opens another one, and so does a process to which this object is sent;
+    only `open` is sent there. A copy within one process is this object itself. A handle that several
+    threads share, and one that no worker has opened, stays open until `close`, or until this object is
+    deleted.
 
     Parameters
     ----------
@@ -71,7 +72,6 @@ class PerWorker(Generic[T]):
         one_of("PerWorker: per", per, ("thread", "process"))
         one_of("PerWorker: on_fork", on_fork, ("leave", "close"))
         self._open, self._close, self._per, self._on_fork = open, close, per, on_fork
-        self._shared = per == "process"
         self._key = os.urandom(12)
         # All the mutable state, by process id: the handles from before a fork are kept.
         self._places: dict[int, _Place[T]] = {}
@@ -80,11 +80,8 @@ class PerWorker(Generic[T]):
     def __call__(self) -> T:
         """Return the handle of this worker."""
         place = self._places.get(os.getpid()) or self._join()
-        slot = place.slot
-        opened = slot.opened
-        if opened is None or (self._shared and _user() not in slot.users):
-            return slot.join(place)
-        return opened[0]
+        opened = place.slot.opened
+        return place.slot.open(place) if opened is None else opened[0]
 
     def _join(self) -> _Place[T]:
         """Return the place of the handles of this process."""
@@ -94,7 +91,7 @@ class PerWorker(Generic[T]):
                 if process != pid:  # another thread may have added its process
                     # Without the lock: a fork may have copied it held.
                     place.slot.shut(inherited=True)
-        kind = _Place if self._shared else _PlaceByThread
+        kind = _Place if self._per == "process" else _PlaceByThread
         made = kind(partial(_Slot, self._open, self._close or close_if_it_can))
         return self._places.setdefault(pid, made)  # atomic: all threads get the same one
 
@@ -129,12 +126,6 @@ def _received(key: bytes, open: Callable[[], T], options: dict[str, Any]) -> Per
     return found
 
 
-def _user() -> int | None:
-    """Return the worker on this thread; None outside of any."""
-    info = get_worker_info()
-    return None if info is None else id(info)
-
-
 class _Slot(Generic[T]):
     """A handle of one thread, or of all threads of a process, which may be open."""
 
@@ -143,29 +134,20 @@ class _Slot(Generic[T]):
         self._lock = threading.RLock()  # a finalizer may end a worker on a thread that opens
         # All the mutable state:
         self.opened: tuple[T] | None = None
-        self.users: set[int | None] = set()  # workers at whose ends it is closed; None: others
 
-    def join(self, place: _Place[T]) -> T:
-        """Make this worker one of the users, and open the handle unless it is open."""
-        user = _user()
+    def open(self, place: _Place[T]) -> T:
+        """Open the handle unless it is open; it is closed with this worker, unless threads share it."""
         with self._lock:
-            if user not in self.users:
-                self.users.add(user)  # before the next line, or a finalizer could close the handle
-                at_end_of_worker(partial(_leave, weakref.ref(place), user))
             if self.opened is None:
+                info = get_worker_info()
+                alone = isinstance(place, _PlaceByThread)
+                if info is not None and (alone or info.worker_method == "multiprocessing"):
+                    at_end_of_worker(partial(_close, weakref.ref(place)))
                 self.opened = (self._open(),)
             return self.opened[0]
 
-    def leave(self, user: int | None) -> None:
-        """Close the handle if this was the last worker that used it."""
-        with self._lock:
-            self.users.discard(user)
-            if not self.users:
-                self.shut()
-
     def close(self) -> None:
         with self._lock:
-            self.users.discard(None)
             self.shut()
 
     def shut(self, *, inherited: bool = False) -> None:
@@ -195,8 +177,8 @@ class _PlaceByThread(threading.local, _Place[T]):
     """The slots of the threads of a process: each thread that asks makes one."""
 
 
-def _leave(reference: weakref.ref[_Place[Any]], user: int | None) -> None:
-    """End the use of a handle: on the thread of the worker, as one of a helper thread ends with it."""
+def _close(reference: weakref.ref[_Place[Any]]) -> None:
+    """Close a handle, on the thread of the worker: one of a helper thread ends with that."""
     place = reference()
     if place is not None:
-        place.slot.leave(user)
+        place.slot.close()
