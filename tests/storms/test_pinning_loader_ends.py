@@ -105,6 +105,20 @@ def test_the_death_of_the_thread_is_noticed_at_once(failure: BaseException) -> N
             next(iterator)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_refused_pinning_is_an_error_in_the_place_of_each_batch(workers: int) -> None:
+    fake = FakeAccelerator(pinnable=0)
+    batches = iter(
+        DataLoader(
+            Rows(), 4, num_workers=workers, backend="threads" if workers else None, device=fake
+        )
+    )
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="the fake device pins at most 0 bytes"):
+            next(batches)
+    assert list(batches) == []
+
+
 def test_an_interrupt_while_the_caller_waits_ends_all(tmp_path: Path) -> None:
     gate = Gate(tmp_path)
     loader = DataLoader(
