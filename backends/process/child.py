@@ -31,7 +31,7 @@ from hybridloader.engine.messages import Done, Event, Failed, Message, Task, Tas
 from hybridloader.engine.serving import Pickled, received
 from hybridloader.engine.worker import Worker, run, set_process_info
 from hybridloader.fetching.collate import teach_torch
-from hybridloader.memory.shared_slots import SlotReader, SlotWriter, both_ways
+from hybridloader.memory.shared_slots import SlotReader, SlotWriter, limits_of
 from hybridloader.memory.slots import set_slots
 from hybridloader.seeding.worker_seeds import ProcessSeeds
 
@@ -167,14 +167,13 @@ class _WorkerConnection:
     def __init__(self, worker: int, endpoint: Any, share: int) -> None:
         self._worker = worker
         self._endpoint = endpoint
-        self._share = share
-        self.results = SlotWriter(share)
-        self._tasks = SlotReader(both_ways(self._share)[1])
+        results, tasks = limits_of(share)
+        self.results = SlotWriter(results)
+        self._tasks = SlotReader(2 * tasks // 3)
         self.postmortem: PostmortemWriter | None = None
         # Unanswered tasks; before `read_ahead`, the latest one.
         self._asked: deque[int] = deque()
         self._arrived: SimpleQueue[Frame | BaseException | None] | None = None
-        self._one_way = True
         self._complained = False  # the parent knows that tasks are copied, as too many are kept
         self._outgoing: Queue[tuple[list[Any], Sequence[int]]] = Queue()
         self._writer: threading.Thread | None = None
@@ -204,11 +203,11 @@ class _WorkerConnection:
             try:
                 message, returned = frames.decode_message(frame.parts, self._tasks, frame.fds)
             except frames.Unreadable as lost:
-                self._release(lost.returned)
+                self.results.release(lost.returned)
                 self.report(Failed(self._worker, lost.seq, Failure(lost.error)))
                 continue
-            if returned or (self._one_way and self._tasks.slots):
-                self._release(returned)
+            if returned:
+                self.results.release(returned)
             if self.postmortem is not None and isinstance(message, Task):
                 if self._arrived is None:
                     self._asked.clear()
@@ -233,13 +232,6 @@ class _WorkerConnection:
                 self.postmortem.begin(asked[0])
             else:
                 self.postmortem.end()
-
-    def _release(self, returned: Sequence[int]) -> None:
-        """Use slots of results again, which the parent is done with."""
-        self.results.release(returned)
-        if self._one_way and self._tasks.slots:
-            self._one_way = False  # from now on both directions share the limit
-            self.results.lower(both_ways(self._share)[0])
 
     def finish(self) -> None:
         """Wait until everything is written."""

@@ -50,14 +50,9 @@ from hybridloader.engine.messages import (
     WorkerSpec,
 )
 from hybridloader.errors import DamagedMessage
-from hybridloader.memory import shared_slots
 from hybridloader.memory.limits import warn_of_overflow
 from hybridloader.memory.packing import pack, reads_the_same_everywhere, unpack
-from hybridloader.memory.shared_slots import (
-    BufferPlace,
-    SlotMap,
-    SlotReader,
-)
+from hybridloader.memory.shared_slots import BufferPlace, SlotMap, SlotReader, SlotWriter, limits_of
 from hybridloader.memory.slots import OWN
 
 # -- Slots between the parent and one worker, both ways, and results of other workers forwarded to it.
@@ -85,11 +80,12 @@ class SlotChannel:
         forks: bool,  # the worker is a fork of this process
     ) -> None:
         self.share, self._forks = share, forks
-        self.results = shared_slots.SlotReader(share // 2)
+        results, self._limit = limits_of(share)
+        self.results = SlotReader(2 * results // 3)
         # All the other mutable state:
         self.refusal: str | None = None  # why a large task got no slot, until it is reported
         self.forwarded: dict[int, ProcessResult] = {}  # by task number, until the task is answered
-        self.tasks: shared_slots.SlotWriter | None = None  # None before the first large task
+        self.tasks: SlotWriter | None = None  # None before the first large task
 
     def encode(self, message: Message) -> Encoded:
         """Encode a message, with the slots that the worker may fill again."""
@@ -159,8 +155,7 @@ class SlotChannel:
         slot_map, fds = None, list[int]()
         if buffers or len(header) >= OWN:
             if self.tasks is None:
-                limit, self.results.limit = shared_slots.both_ways(self.share)
-                self.tasks = shared_slots.SlotWriter(limit)
+                self.tasks = SlotWriter(self._limit)
             slot_map, header, buffers, fds = into_slots(header, buffers, self.tasks)
             self.refusal = self.refusal or slot_map.refusal
         head = encode_fields(TASK, task.seq, header, returned, slot_map, items=task.item)

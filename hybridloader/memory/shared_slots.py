@@ -26,9 +26,9 @@ MOST_NEW = 48
 kernel's limit is 253 (SCM_MAX_FD)."""
 
 
-def both_ways(share: int) -> tuple[int, int]:
-    """Split a worker's bytes among two directions: the limit of each writer, and of each reader."""
-    return max(1, share // 2), share // 4
+def limits_of(share: int) -> tuple[int, int]:
+    """Split a worker's bytes among two directions: the limits of its results, and of its tasks."""
+    return max(1, share - share // 4), share // 4
 
 
 class BufferPlace(NamedTuple):
@@ -63,7 +63,7 @@ class SlotWriter:
 
     def __init__(self, limit: int) -> None:
         self.pool = Pool(lambda size: segments.make(size), limit)
-        self.empty, self.lower, self.close = self.pool.empty, self.pool.lower, self.pool.close
+        self.empty, self.close = self.pool.empty, self.pool.close
 
     def write(self, buffers: Sequence[memoryview]) -> tuple[SlotMap, list[int]]:
         """Copy into slots those of `buffers` that are not in a slot yet.

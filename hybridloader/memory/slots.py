@@ -161,10 +161,6 @@ class Pool:
         start = address - slot.mapping.address
         return (slot.number, start) if start + size <= slot.capacity else None
 
-    def lower(self, limit: int) -> None:
-        """Lower the limit, in bytes; slots in use above it are given back when they become free."""
-        self._limit = min(self._limit, limit)
-
     def close(self) -> None:
         """Forget all slots, and make no more; the last view of each frees its memory."""
         self._limit = 0
@@ -179,12 +175,6 @@ class Pool:
         dropped = self._dropped
         while dropped:
             self.release(dropped.popleft())
-        self._make_room(0)  # the limit was lowered
-
-    def _make_room(self, capacity: int) -> None:
-        """Give free slots back until there is room within the limit, as far as there are any."""
-        while self.size + capacity > self._limit and (oldest := self._oldest()) is not None:
-            self._retire(oldest)
 
     def _free_one(self, size: int) -> Slot | None:
         """Take a free slot for `size` bytes, at most twice as large as needed, off the list."""
@@ -205,8 +195,7 @@ class Pool:
                 f"limit of {self._limit:,} bytes"
             )
             return None
-        self._make_room(capacity)
-        if len(self.slots) >= MOST:
+        while self.size + capacity > self._limit or len(self.slots) >= MOST:
             oldest = self._oldest()
             if oldest is None:
                 return None

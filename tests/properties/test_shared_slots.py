@@ -96,18 +96,6 @@ def test_what_is_free_makes_room_for_another_size() -> None:
         del buffers
 
 
-def test_a_limit_that_was_lowered_is_kept_to_as_slots_become_free() -> None:
-    pair = Pair(limit=4_000_000)
-    kept = [pair.pass_on(bytes(400_000)) for _ in range(9)]
-    assert pair.writer.pool.size > 3_000_000
-    pair.writer.lower(1_000_000)
-    kept.clear()
-    for _ in range(3):
-        assert slots_of(pair.pass_on(bytes(400_000))[0]) != [-1]
-        assert pair.writer.pool.size <= 1_000_000
-    assert pair.both_know_the_same
-
-
 # -- what slots cost -------------------------------------------------------------------------------
 
 
