@@ -473,7 +473,7 @@ class Operator(ABC):
         return None
 
     def seek(self, n: int) -> int | None:
-        """Return the number of items before it that make its first `n` items, n above 0.
+        """Return how many items before it are not needed any more after its first `n` items, n above 0.
 
         It follows from the parameters alone, for items none of which raised; None, if it depends on the
         items or on chance. An operator that returns a number is opened after these items, with
