@@ -6,7 +6,6 @@ extended in several ways and iterated any number of times, also at the same time
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import itertools
 import math
@@ -53,7 +52,6 @@ from hybridloader.running.operator import (
     Source,
     Where,
     in_keywords,
-    steps_in,
 )
 
 if TYPE_CHECKING:
@@ -99,9 +97,8 @@ class Pipeline(Chain):
     [[0, 1, 4], [9, 16, 25]]
     """
 
-    __slots__ = ("_chosen", "_epoch")
+    __slots__ = ("_epoch",)
 
-    _chosen: list[Pipeline]  # its placements in place of "auto", once they are measured
     _epoch: Iterator[int]
 
     def __init__(self, operators: Sequence[Operator]) -> None:
@@ -111,7 +108,6 @@ class Pipeline(Chain):
             if not isinstance(operator, Operator) or isinstance(operator, Source):
                 raise TypeError(f"{operator!r} can't be a step of a pipeline: it is no Operator")
         object.__setattr__(self, "operators", tuple(operators))
-        object.__setattr__(self, "_chosen", [])
         object.__setattr__(self, "_epoch", itertools.count())
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -480,27 +476,6 @@ class Pipeline(Chain):
 
         return merged(self, states)
 
-    def settled(self) -> Pipeline:
-        """Return the pipeline with measured workers for the steps with ``"auto"``; see docs/tuning.md.
-
-        It is measured at the first call, for at most 5 seconds, and not again. Raises `ValueError` if a
-        pipeline that this one joins has ``"auto"``.
-        """
-        steps = [s for s in steps_in(self) if s.placement is not None and s.placement.auto]
-        if not steps:
-            return self
-        own = {id(operator) for operator in self.operators}
-        for step in steps:
-            if id(step) not in own:
-                raise ValueError(
-                    f"{step.name} has 'auto', and its pipeline is joined: join pipeline.settled(), "
-                    "which measures that pipeline alone"
-                )
-        if not self._chosen:
-            chooser: Any = importlib.import_module(_CHOOSER)  # a layer above, so by its name
-            self._chosen.append(chooser.choose_for_pipeline(self))
-        return self._chosen[0]
-
     # -- what it is ----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -532,9 +507,6 @@ class Pipeline(Chain):
         from hybridloader.running.plan import as_mermaid
 
         return as_mermaid(self)
-
-
-_CHOOSER = "hybridloader.tuning.tune"
 
 
 def _as_it_is(sample: Any) -> Any:

@@ -617,11 +617,6 @@ class Readers(Placed, Source):
                 "give a function that makes it, as in "
                 "from_iterable(lambda: read(shard), backend='threads', num_workers=4)"
             )
-        if self.placement.auto:
-            raise ValueError(
-                f"{self.name} got 'auto', but the order of its items depends on the number of readers; "
-                "give a number"
-            )
         for name in ("threads_per_worker", "concurrency"):
             if getattr(self.placement, name) > 1:
                 raise ValueError(

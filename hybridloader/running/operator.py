@@ -41,7 +41,7 @@ class Where(TypedDict, total=False):
     """The keywords of a stage; see `Placement`."""
 
     backend: str | Backend | None
-    num_workers: int | str | None
+    num_workers: int | None
     in_order: bool
     prefetch: int | None
     buffer_bytes: int | None
@@ -102,10 +102,6 @@ class Placement:
         every item by its number in the stage's input (a sample of a dataset by its index). None does so
         on threads, for all functions of a stage together; in processes it seeds each worker once.
         ``"worker"`` seeds each worker once. ``"shared"`` does not seed threads. It needs no backend.
-    auto
-        Parameters that are chosen by measurement before the first epoch: none (``""``),
-        ``"num_workers"``, or ``"both"`` (also `backend`). Set by ``num_workers="auto"`` and
-        ``backend="auto"``.
     ranks
         Number of ranks on this machine, if `num_workers` follows from it.
     """
@@ -124,7 +120,6 @@ class Placement:
     on_worker_death: RestartPolicy | None = None
     task_timeout: float = 0
     seeding: SampleSeeding | str | None = None
-    auto: str = ""
     ranks: int = field(default=1, compare=False)
 
     @classmethod
@@ -142,15 +137,6 @@ class Placement:
                 f"stage {stage!r}: concurrency", given.pop("concurrency"), 1
             )
         backend, workers = given.pop("backend", None), given.pop("num_workers", None)
-        if AUTO in (backend, workers):
-            if backend is None or workers not in (AUTO, None):
-                raise ValueError(
-                    f"stage {stage!r}: num_workers='auto' needs a backend, or backend='auto' chooses "
-                    "both; backend='auto' needs no num_workers"
-                )
-            given["auto"] = "both" if backend == AUTO else "num_workers"
-            backend = "threads" if backend == AUTO else backend
-            workers = 1  # until it is chosen
         if backend is None and (given or workers is not None or faults.get("on_worker_death")):
             keys = ", ".join(key for key in where if key not in _ANYWHERE)
             raise ValueError(
@@ -228,9 +214,6 @@ _POLICIES: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
-AUTO = "auto"
-
-
 _DEFAULTS = {one.name: one.default for one in fields(Placement)} | {"num_workers": None}
 
 in_keywords = spelled_out(Where, _DEFAULTS)
@@ -272,10 +255,6 @@ class Chain:
         for operator in self.operators:
             length = operator.length(length)
         return length
-
-    def settled(self) -> Chain:
-        """Return this chain with workers for the steps that leave them to a measurement."""
-        return self
 
 
 class Mark(NamedTuple):

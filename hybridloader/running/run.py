@@ -350,7 +350,6 @@ def executor_of(
     idle: bool = False,
 ) -> Executor:
     """Make the executor of a run, or of several; it is observed if somebody asks for that."""
-    chain = chain.settled()
     observation = RunObservation(chain) if is_observed(observe) else None
     executor = Executor(chain, seed, resumed, first=first, idle=idle, observation=observation)
     if observation is not None:

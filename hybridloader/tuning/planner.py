@@ -81,11 +81,6 @@ class Stage:
     threads_inside: bool = True  # True if `threads_per_worker` has an effect
     shares_task: bool = False
     """True if the threads of a worker share one result, as those of a loader share a batch."""
-    only: str | None = None  # backend of all its workers, if that is not to be chosen
-
-    def within(self, place: Place) -> Place:
-        """Return `place` with the backend that is not to be chosen, if there is one."""
-        return place if self.only is None else place._replace(backend=self.only)
 
 
 @dataclass(frozen=True)
@@ -159,8 +154,6 @@ class Limits:
         for place, stage, cost in zip(plan, stages, costs, strict=True):
             if place.backend not in self.backends:
                 return f"no {place.backend}: {self.refused.get(place.backend, 'not offered')}"
-            if stage.only not in (None, place.backend):
-                return f"{stage.name} is to have {stage.only}"
             if place.concurrent > self.most_concurrent(cost):
                 return f"{place.concurrent} threads of {stage.name}, and {self.cores:g} CPUs"
             tasks = place.workers if stage.shares_task else place.concurrent
@@ -381,7 +374,7 @@ class Search:
 
     def _all(self, place: Place) -> Plan:
         """Return a plan with `place` for each stage."""
-        return tuple(stage.within(place) for stage in self.stages)
+        return (place,) * len(self.stages)
 
     def _problem(self, plan: Plan) -> str | None:
         """Return the limit that `plan` exceeds, in words; None if it keeps all."""
@@ -448,7 +441,7 @@ class Search:
         """Return the workers that follow from the kind of the work."""
         cores = self.limits.whole_cores
         if cost is None:
-            return stage.within(Place("threads", max(2, cores)))
+            return Place("threads", max(2, cores))
         if cost.kind == "tiny":
             return INLINE
         several = math.ceil(cores / cost.computing)
@@ -458,7 +451,7 @@ class Search:
         if process is not None and cost.kind in ("mixed", "holds-gil"):
             within = cost.kind == "mixed" and stage.threads_inside
             place = Place(process, cores, math.ceil(1 / cost.computing) if within else 1)
-        return stage.within(place)
+        return place
 
     def _process_backend(self) -> str | None:
         """Return the backend of processes that is offered and works."""

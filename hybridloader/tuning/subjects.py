@@ -311,8 +311,7 @@ class PipelineSubject(Subject):
 
     name, unit = "Pipeline", "items"
 
-    def __init__(self, pipeline: Pipeline, *, only_auto: bool = False) -> None:
-        """Take a pipeline; with `only_auto`, the stages that leave their workers to a measurement."""
+    def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         for operator in steps_in(pipeline):
             if operator.read_once:
@@ -320,9 +319,7 @@ class PipelineSubject(Subject):
                     "tune() reads the source of a pipeline several times, and this one can be read only "
                     "once; give a function that makes it, as in from_iterable(lambda: read(file))"
                 )
-        self._groups = [
-            group for group in _groups(pipeline) if not only_auto or group[0].work.placement.auto
-        ]
+        self._groups = _groups(pipeline)
         if not self._groups:
             raise TypeError(
                 "tune() found no step of this pipeline to place: it has no map(), filter() or "
@@ -333,10 +330,9 @@ class PipelineSubject(Subject):
         self.stages = tuple(
             Stage(
                 AND.join([group[0].label, *(step.work.name for step in group[1:])]),
-                not work.step().concurrency and not only_auto,
-                only=place.backend if only_auto and work.placement.auto == "num_workers" else None,
+                not work.step().concurrency,
             )
-            for group, work, place in zip(self._groups, firsts, self.start, strict=True)
+            for group, work in zip(self._groups, firsts, strict=True)
         )
 
     @contextlib.contextmanager
@@ -356,7 +352,6 @@ class PipelineSubject(Subject):
                 placement: Placement = work.placement
                 if place != before:
                     placement = _moved(placement, place)
-                placement = replace(placement, auto="")
                 if timeout is not None and not placement.inline:
                     placement = replace(placement, timeout=timeout)
                 if placement != work.placement:

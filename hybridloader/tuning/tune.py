@@ -1,11 +1,11 @@
-"""`tune`, and ``"auto"`` of loaders and pipelines: measured choice of workers within a limit of time."""
+"""`tune`, and ``"auto"`` of loaders: measured choice of workers within a limit of time."""
 
 from __future__ import annotations
 
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,7 +18,6 @@ from hybridloader.tuning.planner import Limits, Plan, Search, Trial, limits_here
 from hybridloader.tuning.subjects import (
     Empty,
     LoaderSubject,
-    PipelineSubject,
     Subject,
     measure,
     subject_of,
@@ -26,7 +25,6 @@ from hybridloader.tuning.subjects import (
 
 if TYPE_CHECKING:
     from hybridloader.loader.dataloader import Auto
-    from hybridloader.pipeline.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -335,29 +333,15 @@ def choose(loader: Any, auto: Auto) -> Tuning:
     """Measure, set the attributes of `loader` that are ``"auto"``, and report the choice in one line."""
     subject = LoaderSubject(loader, keep_threads=True)
     limits = limits_here(() if auto.backend else subject.start)
-    tuning = _chosen(tuner_of(subject, auto, limits), [""])
-    tuning.apply()
-    return tuning
-
-
-def choose_for_pipeline(pipeline: Pipeline) -> Pipeline:
-    """Return `pipeline` with measured workers for its steps with ``"auto"``; report them in a line."""
-    subject = PipelineSubject(pipeline, only_auto=True)
-    names = [f"{stage.name} on " for stage in subject.stages]
-    return subject.apply(_chosen(Tuner(subject, limits_here(subject.start), SECONDS), names).plan)
-
-
-def _chosen(tuner: Tuner, names: Sequence[str]) -> Tuning:
-    """Measure, and report the places in one line, each after a name."""
-    tuning = tuner.run()
+    tuning = tuner_of(subject, auto, limits).run()
     if tuning.interrupted:
         raise KeyboardInterrupt
-    places = "; ".join(f"{name}{place}" for name, place in zip(names, tuning.plan, strict=True))
     print(
-        f"hybridloader: {tuner.subject.name} uses {places}: {tuning.rate:,.1f}/s, chosen from "
+        f"hybridloader: {subject.name} uses {shown(tuning.plan)}: {tuning.rate:,.1f}/s, chosen from "
         f"{len(tuning.trials)} plans in {tuning.seconds:.1f} s",
         file=sys.stderr,
     )
+    tuning.apply()
     return tuning
 
 

@@ -11,7 +11,7 @@ import torch.utils.data
 from support.failing_datasets import Samples
 from support.tuned_subject import Auto, Cost, Limits, LoaderSubject, Place, Scripted, choosing
 
-from hybridloader import DataLoader, Pipeline
+from hybridloader import DataLoader
 
 DRAWS: Any = Samples(lambda index: (index, torch.rand(())), 60)
 
@@ -97,39 +97,3 @@ def test_an_error_of_the_dataset_is_raised_by_iter_and_again() -> None:
     for _ in range(2):
         with pytest.raises(KeyError, match="gone"):
             iter(loader)
-
-
-def square(number: int) -> int:
-    return number * number
-
-
-def test_steps_of_a_pipeline_get_workers_before_the_first_epoch_and_keep_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(choosing, "SECONDS", 0.3)
-    source = Pipeline.from_dataset(range(40), shuffle=True)
-    pipe = source.map(square, backend="auto").map(str, backend="threads", num_workers="auto")
-    plain = source.map(square).map(str)
-    for epoch in range(2):
-        torch.manual_seed(epoch)
-        expected, then = list(plain.run(epoch=epoch)), torch.rand(1)
-        torch.manual_seed(epoch)
-        assert list(pipe.run(epoch=epoch)) == expected
-        assert torch.equal(torch.rand(1), then)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("hybridloader: Pipeline uses map(square) on ")
-    chosen = pipe.settled()
-    assert chosen is pipe.settled()
-    placements = [operator.placement for operator in chosen.operators]
-    assert not any(placement.auto for placement in placements if placement is not None)
-    backend = placements[-1] and placements[-1].backend
-    assert backend is None or backend.name == "threads"
-    assert len([list(run) for run in pipe.epochs(2)]) == 2
-    assert capsys.readouterr().err == ""
-    with pytest.raises(ValueError, match="num_workers='auto' needs a backend"):
-        source.map(square, num_workers="auto")
-    with pytest.raises(ValueError, match="backend='auto' needs no num_workers"):
-        source.map(square, backend="auto", num_workers=3)
-    with pytest.raises(ValueError, match="depends on the number of readers"):
-        Pipeline.from_iterable(list, backend="auto")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.utils.data
 from support.failing_datasets import Samples
-from support.tuned_subject import INLINE, Empty, Place, choosing, subject_of
+from support.tuned_subject import INLINE, Empty, Place, subject_of
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, WorkerDied, WorkerTimeout, tune
@@ -161,9 +161,6 @@ def test_what_can_t_be_tuned_is_refused() -> None:
 # -- pipelines that are joined, and steps of one name --------------------------------------------------
 
 
-AUTO: Any = {"backend": "auto"}
-
-
 def numbers() -> Pipeline:
     return Pipeline.from_dataset(range(30), shuffle=True, seed=2)
 
@@ -183,25 +180,6 @@ def test_pipelines_that_are_joined_keep_their_workers() -> None:
         with moved.run(state=run.state_dict()) as resumed:  # it is the same pipeline for a state
             assert [*had, *resumed] == expected
         run.close()
-
-
-def test_auto_in_a_joined_pipeline_is_refused_before_anything_runs() -> None:
-    pipe = Pipeline.zip(numbers(), numbers().map(double, **AUTO))
-    with pytest.raises(ValueError, match=r"map\(double\) has 'auto'.* join pipeline.settled\(\)"):
-        next(iter(pipe))
-
-
-def test_a_pipeline_with_auto_chooses_before_it_is_joined(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(choosing, "SECONDS", SECONDS)
-    pipe = numbers().map(double, **AUTO).settled().zip(numbers()).map(str, **AUTO)
-    assert list(pipe.run(seed=0)) == list(pipe.run(seed=0))
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(" on ")[0] for line in lines] == [
-        "hybridloader: Pipeline uses map(double)",
-        "hybridloader: Pipeline uses map(str)",
-    ]
 
 
 def test_steps_of_one_name_have_numbers() -> None:
