@@ -7,7 +7,7 @@ only names `StageRecord.options`, which the constructor takes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hybridloader._support.store_use import StoreUse
 from hybridloader._support.text import size, time
@@ -34,8 +34,6 @@ STALL = 0.05  # below this share of the stall in the time, the loop itself is th
 LITTLE = 0.2
 """Same threshold if no stage was busy during most of the stall, as taking a prefetched batch costs time
 in which none is."""
-
-NEAR = 1.25  # a share within this factor of its threshold may be beyond it in the next run
 
 START, MAINLY = 0.2, 2
 """From this share of the time on, waiting before the prefetch was full matters: persistent workers could
@@ -121,18 +119,9 @@ def judge(figures: Figures) -> Verdict:
     if found is not None:
         return found
     idle = max(figures.by_stage, default=0.0) <= figures.rest  # no stage was busy
-    border = LITTLE if idle else STALL
-    if figures.share < border:
-        found = _fast(figures)
-    else:
-        found = _of_none(figures) if idle else _of_stage(figures)
-    if not border / NEAR < figures.share < border * NEAR:
-        return found
-    near = (
-        f"Another run may have another verdict: this is near {border:.0%}, below which the loop itself "
-        "is the bottleneck."
-    )
-    return replace(found, evidence=f"{found.evidence} {near}")
+    if figures.share < (LITTLE if idle else STALL):
+        return _fast(figures)
+    return _of_none(figures) if idle else _of_stage(figures)
 
 
 def _slow_start(figures: Figures) -> Verdict | None:
