@@ -75,10 +75,6 @@ class ShuffleSampler(ResumableSampler[int]):
         """Return the order of `epoch`, by default `self.epoch`: ``order[k]`` is its k-th index."""
         return order_of(self._n, self.seed, self.epoch if epoch is None else epoch)
 
-    def at(self, k: int) -> int:
-        """Return the k-th index of the epoch `self.epoch`."""
-        return self.order()[k]
-
     def _read(self, epoch: int, start: int, stop: int) -> Ints:
         return self.order(epoch).read(start, stop)
 

@@ -70,11 +70,6 @@ class WeightedSampler(ResumableSampler[int]):
         # Scaled, which is exact, so that the largest is about 1 and the sum does not overflow.
         self._sums: Floats = np.cumsum(np.ldexp(given, -int(np.frexp(given.max())[1])))
 
-    def at(self, k: int) -> int:
-        """Return the k-th draw of the epoch `self.epoch`."""
-        k = whole("k", k, 0, self.num_samples - 1)
-        return int(self._read(self.epoch, k, k + 1)[0])
-
     def _agreement(self) -> dict[str, Any]:
         return {**super()._agreement(), "weights_crc32": self._fingerprint}
 

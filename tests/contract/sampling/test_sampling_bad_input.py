@@ -60,7 +60,7 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: ShuffleSampler(iter([]), 0), TypeError, "an iterable dataset has no indices"),  # type: ignore[arg-type]
     (lambda: ShuffleSampler(5, 2**64), ValueError, "seed must be at most 18446744073709551615"),
     (lambda: ShuffleSampler(5, 0).set_epoch(-1), ValueError, "epoch must be at least 0"),
-    (lambda: ShuffleSampler(5, 0).at(5), IndexError, "no position 5 in an order of 5"),
+    (lambda: ShuffleSampler(5, 0).order()[5], IndexError, "no position 5 in an order of 5"),
     (lambda: Permutation(5, 0)[1.0], TypeError, "a position must be a whole number"),  # type: ignore[index]
     (lambda: ranked(rank=2), ValueError, "rank must be at most 1, got 2"),
     (lambda: ranked(uneven="equal"), ValueError, "'pad', 'drop' or 'exact', got 'equal'"),
