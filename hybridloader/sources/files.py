@@ -15,11 +15,11 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from hybridloader._support.text import flag, seconds
+from hybridloader._support.text import flag, function, seconds
 from hybridloader._support.user_objects import add_note
 from hybridloader.errors import SourceError
 from hybridloader.sources.shards import Shards
@@ -245,9 +245,6 @@ class Texts(Sequence[str]):
         return f"Texts([{', '.join(map(repr, self[:3]))}{more}])"
 
 
-Decode = Literal["bytes", "text"] | Callable[[bytes], Any]
-
-
 class Files(Shards[Any]):
     """A dataset of files: the contents of each are a sample.
 
@@ -264,7 +261,7 @@ class Files(Shards[Any]):
         ``memory://`` or ``zip://*.jpg::file:///data/photos.zip``. A file that several of them name is
         there once; to have some more often, use a `WeightedSampler`.
     decode
-        ``"bytes"``, ``"text"`` (UTF-8), or a function of the bytes that makes the sample.
+        Function of the bytes that makes the sample, such as ``bytes.decode``. Default: the bytes.
     class_from_folder
         True gives pairs of a sample and the number of its class: the name of its folder, the first one
         below the folder or glob of `urls`. `classes` has these names, sorted.
@@ -301,7 +298,7 @@ class Files(Shards[Any]):
     ...     path = pathlib.Path(folder.name, name)
     ...     path.parent.mkdir(exist_ok=True)
     ...     _ = path.write_text(name.upper())
-    >>> files = Files(folder.name, decode="text", class_from_folder=True)
+    >>> files = Files(folder.name, decode=bytes.decode, class_from_folder=True)
     >>> len(files), files[2], files.classes
     (3, ('DOG/1.TXT', 1), ['cat', 'dog'])
     >>> folder.cleanup()
@@ -311,15 +308,13 @@ class Files(Shards[Any]):
         self,
         urls: Urls,
         *,
-        decode: Decode = "bytes",
+        decode: Callable[[bytes], Any] | None = None,
         class_from_folder: bool = False,
         retry_seconds: float = RETRY,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if not callable(decode) and decode not in ("bytes", "text"):
-            raise ValueError(
-                f"decode must be 'bytes', 'text' or a function that takes bytes, got {decode!r}"
-            )
+        if decode is not None:
+            function("decode", decode, "a function that takes bytes")
         roots = list_files(urls, storage_options or {}, retry=retry_seconds)
         super().__init__(Texts(root.url for root in roots), [len(root.paths) for root in roots])
         self._decode = decode
@@ -349,10 +344,8 @@ class Files(Shards[Any]):
         store, path = self._shard_stores[self._store_of[shard]], self.paths[index]
         data: Any = store.read(path, int(self._sizes[index]))
         try:
-            if callable(self._decode):
+            if self._decode is not None:
                 data = self._decode(data)
-            elif self._decode == "text":
-                data = data.decode()
         except Exception as error:
             add_note(error, f"loading {store.name(path)}")
             raise

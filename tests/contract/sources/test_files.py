@@ -36,7 +36,7 @@ def names(files: Files, folder: Path) -> list[str]:
 
 def test_a_folder_has_all_files_below_it_sorted(folder: Path) -> None:
     for url in (folder, str(folder), f"{folder}/", f"file://{folder}"):
-        files = Files(url, decode="text")
+        files = Files(url, decode=bytes.decode)
         assert names(files, folder) == NAMES
         assert list(files) == [name.upper() for name in NAMES]
     assert repr(files) == "Files(5 samples in 1 shards)"
@@ -62,7 +62,7 @@ def test_folders_that_are_links_are_followed_unless_they_lead_round(folder: Path
     (folder / "a" / "here").symlink_to(folder / "a")
     (folder / "b" / "file.txt").symlink_to(elsewhere / "9.txt")
     wanted = sorted([*NAMES, "b/file.txt", "c/9.txt"])
-    files = Files(folder, decode="text")
+    files = Files(folder, decode=bytes.decode)
     assert names(files, folder) == wanted
     assert list(files)[-1] == "nine"
     assert names(Files(f"{folder}/**/*.txt"), folder) == [n for n in wanted if n != "b/x.jpg"]
@@ -70,7 +70,7 @@ def test_folders_that_are_links_are_followed_unless_they_lead_round(folder: Path
 
 
 def test_classes_are_the_folders_below_the_root(folder: Path) -> None:
-    files = Files(f"{folder}/**/*.txt", decode="text", class_from_folder=True)
+    files = Files(f"{folder}/**/*.txt", decode=bytes.decode, class_from_folder=True)
     assert files.classes == ["a", "b"]
     assert files.labels == [0, 0, 1, 1]
     assert files[3] == ("B/DEEP/3.TXT", 1)
@@ -101,7 +101,7 @@ TEXTS = [f"text {number}" * 50 for number in range(20)]
 
 
 def check_texts(url: str, backend: str) -> None:
-    files = Files(url, decode="text")
+    files = Files(url, decode=bytes.decode)
     assert files[7] == TEXTS[7]  # open here, too, before any fork
     loader: Any = DataLoader(files, 2, num_workers=2, backend=backend, collate_fn=list)
     assert [text for batch in loader for text in batch] == TEXTS
@@ -126,7 +126,7 @@ def test_files_behind_http(store: HttpStore, backend: str) -> None:
 def test_a_remote_store_is_read_by_fresh_workers(store: HttpStore) -> None:
     """A fork would lose the thread of fsspec's loop."""
     store.files["/a.txt"] = b"a"
-    files = Files(f"{store.url}/a.txt", decode="text")
+    files = Files(f"{store.url}/a.txt", decode=bytes.decode)
     assert files[0] == "a"
     forget_warnings()
     with pytest.warns(
@@ -195,7 +195,7 @@ def test_a_file_that_changed_or_vanished_is_told_by_name(folder: Path) -> None:
 def test_an_error_of_a_function_names_the_file(folder: Path) -> None:
     (folder / "a" / "1.txt").write_bytes(b"\xff")
     with pytest.raises(UnicodeDecodeError) as told:
-        Files(folder, decode="text")[0]
+        Files(folder, decode=bytes.decode)[0]
     if sys.version_info >= (3, 11):
         assert any("a/1.txt" in note for note in told.value.__notes__)
 

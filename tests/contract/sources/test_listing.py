@@ -152,12 +152,12 @@ def test_a_source_made_again_asks_the_store_again(listed: Any) -> None:
         rows = Parquet(f"{place}/{name}.parquet")
         assert len(Tar(f"{place}/{name}.tar")) == 3
         chain = f"zip://*.txt::{place}/a.zip"
-        assert [*Files(chain, decode="text")] == ["one"]
+        assert [*Files(chain, decode=bytes.decode)] == ["one"]
         listed.files["b/a.tar"] = tar_bytes(sample_members(0, 40))
         listed.files["b/a.zip"] = zip_bytes(["two", "three"])
         listed.files["b/a.parquet"] = second
         assert len(Tar(f"{place}/{name}.tar")) == 40
-        assert [*Files(chain, decode="text")] == ["two", "three"]
+        assert [*Files(chain, decode=bytes.decode)] == ["two", "three"]
         with pytest.raises(SourceError, match=r"a\.parquet has changed since it was indexed"):
             rows[0]
         again = Parquet(f"{place}/{name}.parquet")
@@ -227,8 +227,8 @@ def test_a_brace_that_is_part_of_a_name_can_be_named(tmp_path: Path) -> None:
     for name in ("{a,b}.txt", "{1..2}.txt", "1.txt"):
         (tmp_path / name).write_text(name)
     url = f"{tmp_path}/[{{]*.txt"
-    assert [*Files(url, decode="text")] == ["{1..2}.txt", "{a,b}.txt"]
-    assert [*Files(f"{tmp_path}/[{{]a,b}}.t*", decode="text")] == ["{a,b}.txt"]
+    assert [*Files(url, decode=bytes.decode)] == ["{1..2}.txt", "{a,b}.txt"]
+    assert [*Files(f"{tmp_path}/[{{]a,b}}.t*", decode=bytes.decode)] == ["{a,b}.txt"]
 
 
 def test_a_pattern_without_files_among_others_is_told(tmp_path: Path, memory: Any) -> None:
@@ -253,11 +253,11 @@ def test_a_local_file_is_read_whatever_its_name(
         for place in (Path(), folder):
             (place / name).write_text(f"text of {place}")
         for url in (name, Path(name), tmp_path / name):
-            files = Files(url, decode="text")
+            files = Files(url, decode=bytes.decode)
             assert [*files] == ["text of ."]
             assert files.paths[:] == [f"{tmp_path.as_posix()}/{name}"]
         for url in (f"{folder}", f"{folder}/", f"{folder}/*.txt", tmp_path / folder):
-            assert [*Files(url, decode="text")] == [f"text of {folder}"]
+            assert [*Files(url, decode=bytes.decode)] == [f"text of {folder}"]
         Path(name).unlink()
     for name in ("::y.txt", "zip::y.txt"):  # which is taken for no chain
         with pytest.raises(FileNotFoundError, match=name):

@@ -59,7 +59,7 @@ def s3(server: Any) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("backend", ["inline", "threads", "spawn"])
 def test_files_are_listed_and_read(s3: Any, backend: str) -> None:
     files = Files(
-        "s3://photos/class*/*.txt", decode="text", class_from_folder=True, storage_options=s3
+        "s3://photos/class*/*.txt", decode=bytes.decode, class_from_folder=True, storage_options=s3
     )
     assert files.classes == ["class0", "class1"]
     loader: Any = DataLoader(files, 2, collate_fn=list, num_workers=2, backend=backend)

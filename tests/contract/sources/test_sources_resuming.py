@@ -49,7 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shards[Any]]:
         parquet["parquet"] = Parquet(f"{folder}/*.parquet")
     return {
         **parquet,
-        "files": Files(folder / "files", decode="text", class_from_folder=True),
+        "files": Files(folder / "files", decode=bytes.decode, class_from_folder=True),
         "tar": Tar(paths, fields=("txt",)),
     }
 
