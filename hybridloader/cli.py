@@ -12,7 +12,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -282,21 +282,19 @@ def _pack(arguments: argparse.Namespace) -> str | None:
         if source.ignored:
             skipped = f"{source.ignored:,} files are skipped: hidden, or without an extension"
             print(skipped, file=sys.stderr)
-        with _progress("shards") as report:
-            counts = write_shards(
-                source,
-                arguments.output,
-                samples_per_shard=arguments.samples_per_shard,
-                bytes_per_shard=arguments.bytes_per_shard,
-                workers=arguments.workers,
-                storage_options=arguments.storage_options,
-                report=report,
-            )
+        counts = write_shards(
+            source,
+            arguments.output,
+            samples_per_shard=arguments.samples_per_shard,
+            bytes_per_shard=arguments.bytes_per_shard,
+            workers=arguments.workers,
+            storage_options=arguments.storage_options,
+            report=_show,
+        )
     except (OSError, ImportError, ValueError, TypeError) as error:
         return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    print(
-        f"{sum(counts):,} samples, {min(counts):,} to {max(counts):,} in a shard", file=sys.stderr
-    )
+    each = f"{min(counts):,} to {max(counts):,}"
+    print(f"{sum(counts):,} samples in {len(counts):,} shards, {each} in each", file=sys.stderr)
     return None
 
 
@@ -370,21 +368,10 @@ def _explain(arguments: argparse.Namespace) -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def _progress(unit: str) -> Iterator[Callable[[int], object]]:
-    """Count on standard error: on a terminal as it goes, and at the end."""
-    line = f"0 {unit} are done"
-
-    def show(done: int) -> None:
-        nonlocal line
-        line = f"{done:,} {unit} are done"
-        if sys.stderr.isatty():
-            print(f"\r{line}", end="\r", file=sys.stderr, flush=True)
-
-    try:
-        yield show
-    finally:
-        print(line, file=sys.stderr)
+def _show(done: int) -> None:
+    """Count shards on a terminal."""
+    if sys.stderr.isatty():
+        print(f"{done:,} shards are done", end="\r", file=sys.stderr, flush=True)
 
 
 def _demo(arguments: argparse.Namespace) -> str | None:

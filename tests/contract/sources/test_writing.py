@@ -217,7 +217,7 @@ def test_the_command_packs_a_folder(
     )
     told = capsys.readouterr().err
     assert "2 files are skipped" in told
-    assert "2 shards are done\n2 samples, 1 to 1 in a shard" in told
+    assert "2 samples in 2 shards, 1 to 1 in each" in told
     tar = Tar(f"{out}/*.tar", fields=("jpg", "cls"), index="beside")
     assert [*tar.keys] == ["cat/1", "dog/2"]
     assert [*tar] == [(b"cat/1.jpg", b"0"), (b"dog/2.jpg", b"1")]
