@@ -65,7 +65,7 @@ def photos(files, count):
     )
 
 
-def main(folder, images=None, mermaid=False):
+def main(folder, images=None):
     classes = sorted(path for path in Path(folder).iterdir() if path.is_dir())
     files = [
         (path, label)
@@ -73,7 +73,7 @@ def main(folder, images=None, mermaid=False):
         for path in sorted(name.iterdir())
     ]
     pipe = photos(files, images or len(files))
-    print(pipe.to_mermaid() if mermaid else pipe, end="\n\n")
+    print(pipe, end="\n\n")
 
     count, total, start = 0, 0.0, time.perf_counter()
     with pipe.run(observe=True) as run:
@@ -96,12 +96,9 @@ if __name__ == "__main__":
     parser.add_argument(
         "--images", type=int, metavar="N", help="take so many; without it, all"
     )
-    parser.add_argument(
-        "--mermaid", action="store_true", help="print a picture of it, not a table"
-    )
     options = parser.parse_args()
     if options.folder is None:
         from hybridloader.demo import prepare
 
         options.folder = prepare()
-    main(options.folder, options.images, options.mermaid)
+    main(options.folder, options.images)

@@ -502,12 +502,6 @@ class Pipeline(Chain):
 
         return as_table(self)
 
-    def to_mermaid(self) -> str:
-        """Return a diagram, in the language of https://mermaid.js.org (which GitHub draws)."""
-        from hybridloader.running.plan import as_mermaid
-
-        return as_mermaid(self)
-
 
 def _as_it_is(sample: Any) -> Any:
     return sample

@@ -415,39 +415,3 @@ def _options(node: WorkerNode) -> Iterator[str]:
         yield f"timeout {placement.timeout:g} s"
     if node.forwarded:
         yield "passed on unopened"
-
-
-def as_mermaid(pipeline: Chain) -> str:
-    """Return a flowchart: boxes for steps on workers, round ones for the others."""
-    boxes, arrows = list[str](), list[str]()
-
-    def draw(plan: ChainPlan) -> tuple[str, str]:
-        """Draw one chain; return its last box, and the arrow that leaves it."""
-        before, arrow = "", "-->"
-        for node in plan.nodes:
-            if isinstance(node, RelayNode) and node.options.depth is None:
-                arrow = "-. relay .->"
-                continue
-            sources = [(before, arrow)] if before else []
-            sources += map(draw, node.branches)
-            name = f"n{len(boxes)}"
-            boxes.append(f"    {name}{_box(node)}")
-            arrows.extend(f"    {source} {leaving} {name}" for source, leaving in sources)
-            before, arrow = name, "-->"
-        return before, arrow
-
-    last, arrow = draw(lay_out(pipeline))
-    arrows.append(f"    {last} {arrow} loop([your loop])")
-    return "\n".join(["flowchart LR", *boxes, *arrows])
-
-
-def _box(node: Node) -> str:
-    if isinstance(node, WorkerNode):
-        where = f"{node.backend.name} x {node.placement.num_workers}"
-        return f'["{_safe(node.name)}<br/>{where}"]'
-    name = node.operator.describe() if isinstance(node, OperatorNode) else node.name
-    return f'("{_safe(name)}")'
-
-
-def _safe(text: str) -> str:
-    return text.replace('"', "#quot;").replace("<", "#lt;").replace(">", "#gt;")

@@ -163,12 +163,9 @@ def test_hybrid_images_runs_as_a_script(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_hybrid_images_takes_all_and_draws_the_picture_of_the_page(folder: Path) -> None:
-    shown = output(EXAMPLES / "hybrid_images.py", str(folder), "--mermaid")
-    picture, summary, _ = shown.strip().split("\n\n")
-    assert f"{CROPS * CLASSES} images in " in summary
-    counts = re.compile(r"(?<=take\()\d+|(?<=list of )\d+")
-    assert f"```mermaid\n{counts.sub('N', picture)}\n```" in counts.sub("N", PAGE.read_text())
+def test_hybrid_images_takes_all(folder: Path) -> None:
+    shown = output(EXAMPLES / "hybrid_images.py", str(folder))
+    assert f"{CROPS * CLASSES} images in " in shown
 
 
 def test_the_table_of_the_page_has_the_stages_of_the_example() -> None:

@@ -137,11 +137,10 @@ def test_without_an_accelerator_items_pass_with_a_warning_and_a_device_is_refuse
 # -- what it is ------------------------------------------------------------------------------------
 
 
-def test_it_is_a_line_of_the_table_the_picture_and_the_statistics() -> None:
+def test_it_is_a_line_of_the_table_and_of_the_statistics() -> None:
     fake = FakeAccelerator(manual=False)
     pipe = rows(backend="threads", num_workers=1).batch(4).to(fake)
     assert "to(device=FakeAccelerator('fake:0'))  a separate thread" in str(pipe)
-    assert "n4(\"to(device=FakeAccelerator('fake:0'))\")" in pipe.to_mermaid()
     with pipe.run(observe=True) as run:
         found = [next(run) for _ in range(3)]
         assert "batch(4) + to(device=FakeAccelerator('fake:0'))" in str(run.stats())

@@ -28,7 +28,6 @@ def test_a_pipeline_of_fifty_steps_runs_and_resumes(name: str) -> None:
     assert len(pipe) == len(pickle.loads(pickle.dumps(pipe))) == 2
     assert repr(pipe)
     assert str(pipe)
-    assert pipe.to_mermaid()
     with pipe.run() as run:
         next(run)
         state = run.state_dict()
