@@ -853,7 +853,7 @@ class Stage(Iterator[Any]):
             worker = scheduler.dispatch(scheduler)
             if worker is None:
                 break
-            most = flow.room() if flow is not None and flow.limited else None
+            most = None if flow is None or flow.prefetch is None else flow.room()
             if most == 0:
                 break
             try:

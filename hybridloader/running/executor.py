@@ -243,11 +243,7 @@ class Executor(Runner):
         self._check_open()
         fetch = _fetch(node)
         if found is None:
-            flow = StageFlow(
-                placement.num_workers,
-                prefetch=placement.prefetch,
-                buffer_bytes=placement.buffer_bytes,
-            )
+            flow = StageFlow(placement.prefetch)
             measures = None
             if self.observation is not None:
                 key, window = (self._number, node.path), placement.at_hand * placement.num_workers
@@ -875,8 +871,7 @@ class ChainPass:
             items,
             forwarded=isinstance(stage_before, WorkerNode) and stage_before.forwarded,
             least=placement.least,
-            # A limit in bytes needs tasks of one item.
-            most=1 if placement.buffer_bytes else placement.prefetch,
+            most=placement.prefetch,
         )
         found = StageItems(stage, items, batching, budget, self._ledger(node, begins))
         relay = self.executor.relays.get((*self.plan.path, at - 1))

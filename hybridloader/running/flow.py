@@ -269,7 +269,9 @@ class ReaderItems(StageIterator):
         begins, starts, *_ = readers
         # All the mutable state:
         where = _places_of(self._stage, "reading")
-        self._waiting = [ResultQueue(budget, where) for _ in range(self.flow.workers)]
+        self._waiting = [
+            ResultQueue(budget, where) for _ in range(running.node.placement.num_workers)
+        ]
         self._turn = begins.turn
         self._over = False
         self._came = list(begins.given)  # items and errors of each reader

@@ -44,7 +44,6 @@ class Where(TypedDict, total=False):
     num_workers: int | None
     in_order: bool
     prefetch: int | None
-    buffer_bytes: int | None
     timeout: float
     worker_init_fn: Callable[[int], None] | None
     threads_per_worker: int
@@ -73,9 +72,6 @@ class Placement:
     prefetch
         Number of items of this stage that may be in flight, or done and not yet taken. None: two tasks
         for each worker, three with `threads_per_worker` and eight with `concurrency`.
-    buffer_bytes
-        Maximum bytes of the results of these items. An item is started if the largest result so far
-        would fit.
     timeout
         Seconds to wait for the next result while a task is in flight; 0 sets no limit.
     worker_init_fn
@@ -110,7 +106,6 @@ class Placement:
     num_workers: int = 1
     in_order: bool = True
     prefetch: int | None = None
-    buffer_bytes: int | None = None
     timeout: float = 0
     worker_init_fn: Callable[[int], None] | None = None
     threads_per_worker: int = 1
@@ -143,7 +138,7 @@ class Placement:
                 f"stage {stage!r} has {keys} but no backend, so the calling thread "
                 "would do its work; pass a backend, such as backend='threads'"
             )
-        for name in given.keys() & {"prefetch", "buffer_bytes", "threads_per_worker"}:
+        for name in given.keys() & {"prefetch", "threads_per_worker"}:
             given[name] = whole(f"stage {stage!r}: {name}", given[name], 1)
         if backend is None:
             return cls(**given, **faults)

@@ -195,8 +195,7 @@ def lay_out(chain: Chain, cuts: Cuts | None = None, path: Path = ()) -> ChainPla
 
 
 def _relay_behind(node: Node) -> RelayNode:
-    counted = isinstance(node, WorkerNode) and not node.placement.buffer_bytes  # it counts no bytes
-    ready = node.placement.prefetch if isinstance(node, WorkerNode) and counted else None
+    ready = node.placement.prefetch if isinstance(node, WorkerNode) else None
     return RelayNode(RelayOptions(), thread=node.name, least=max(AHEAD, ready or 0))
 
 
@@ -409,8 +408,6 @@ def _options(node: WorkerNode) -> Iterator[str]:
         yield "as they come"
     if placement.prefetch is not None:
         yield f"{placement.prefetch} items ahead"
-    if placement.buffer_bytes is not None:
-        yield f"{placement.buffer_bytes:,} bytes ahead"
     if placement.timeout:
         yield f"timeout {placement.timeout:g} s"
     if node.forwarded:

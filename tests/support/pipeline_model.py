@@ -153,7 +153,6 @@ class Settings:
             "num_workers": self._random.randint(1, 3),
             "prefetch": self._random.choice([None, 1, 7]),
             "fuse": self._random.random() < 0.7,
-            "buffer_bytes": self._random.choice([None, None, 1, 500]),
             "threads_per_worker": self._random.choice([1, 1, 3]),
         }
 

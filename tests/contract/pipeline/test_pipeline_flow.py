@@ -105,35 +105,6 @@ def test_prefetch_keeps_as_many_items_at_hand_as_it_says_and_no_more() -> None:
     assert source.furthest <= 9  # one that was taken may be counted late
 
 
-class Sized:
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-
-@settings(deadline=None, max_examples=15)
-@given(st.integers(1, 4), st.integers(1, 12), st.integers(100, 2000))
-def test_buffer_bytes_holds_for_a_pipeline(workers: int, fitting: int, size: int) -> None:
-    alive, peak, lock = 0, 0, threading.Lock()
-
-    def make(item: int) -> Sized:
-        nonlocal alive, peak
-        with lock:
-            alive += 1
-            peak = max(peak, alive)
-        return Sized(size)
-
-    pipe = Pipeline.from_dataset(range(100))
-    where: dict[str, Any] = {"backend": "threads", "num_workers": workers, "prefetch": 100}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hybridloader.engine.worker.perf_counter", itertools.count().__next__)
-        with pipe.map(make, buffer_bytes=fitting * (size + 100), **where).run() as run:
-            for _ in run:
-                with lock:
-                    alive -= 1
-    # A list of one item counts some bytes more than the item. Behind comes a relay.
-    assert peak <= max(fitting + 1, workers) + RELAY + 1
-
-
 # -- who waits for whom ----------------------------------------------------------------------------
 
 
@@ -199,7 +170,6 @@ def test_an_item_that_can_not_be_weighed_holds_nothing_up() -> None:
             lambda _, item=item: item,
             backend="threads",
             num_workers=2,
-            buffer_bytes=1000,
             timeout=30,
         )
         assert len(list(pipe)) == 9
