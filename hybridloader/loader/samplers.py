@@ -425,10 +425,9 @@ class SamplerReplay(NamedTuple):
                 seed = samplers.draw_seed()
         if not count:
             return _begun(samplers, indices, eager=eager), seed
-        rest, done = _shortcut(samplers, indices, count - 1)
-        done += _skip(rest, count - 1 - done)
+        done = _skip(indices, count - 1)
         try:
-            last = next(rest)
+            last = next(indices)
         except StopIteration:
             raise StateError(
                 f"_sampler_iter_yielded is {count} in the state, and {type(sampler).__name__} has "
@@ -440,7 +439,7 @@ class SamplerReplay(NamedTuple):
                 "taken: the sampler changed, or draws from a generator that is neither torch's nor the "
                 "loader's. Pass it a `generator`, or define state_dict() and load_state_dict()"
             )
-        return rest, seed
+        return indices, seed
 
 
 def check_of(index: Any) -> int:
@@ -508,25 +507,6 @@ def _begun(samplers: Samplers, indices: Iterator[Any], *, eager: bool) -> Iterat
     if not ends:
         return iter(())
     return iter(samplers.outer)
-
-
-def _shortcut(samplers: Samplers, indices: Iterator[Any], count: int) -> tuple[Iterator[Any], int]:
-    """Skip up to `count` of `indices`, if that is cheap; return the rest and the number skipped."""
-    outer = samplers.outer
-    inner: Any = attribute(outer, "sampler")
-    if type(outer) is SequentialSampler:
-        return iter(range(count, len(outer.data_source))), count
-    if type(outer) not in PLAIN or not count:
-        return indices, 0
-    size = outer.batch_size
-    if type(inner) is SequentialSampler:
-        rest: Any = iter(range(min(count * size, len(inner)), len(inner)))
-        return iter(BatchSampler(rest, size, outer.drop_last)), count
-    if type(outer) is not BatchSampler:  # others have begun the sampler already
-        return indices, 0
-    samples = iter(inner)
-    skipped = _skip(samples, count * size)
-    return iter(BatchSampler(samples, size, outer.drop_last)), skipped // size
 
 
 def _skip(items: Iterator[Any], most: int) -> int:
