@@ -536,7 +536,7 @@ class PipelineLoader:
         Parameters
         ----------
         state_dict
-            State of a loader, of epochs or of a run of such a pipeline; backends, workers and other
+            State of a loader or of a run of such a pipeline; backends, workers and other
             options of placement and speed may differ. ``{}`` means no state.
 
         Raises
@@ -575,7 +575,8 @@ class PipelineLoader:
 class Epochs(Iterator[Run]):
     """Several epochs of a pipeline, one after the other, on the same workers.
 
-    An iterator of `Run`s, and a context manager. Beginning the next epoch ends the one before it.
+    An iterator of `Run`s, and a context manager. Beginning the next epoch ends the one before it. Epochs
+    before that of a `state` count among their number.
     """
 
     def __init__(
@@ -585,11 +586,24 @@ class Epochs(Iterator[Run]):
         first: int,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self._loader, self._count, self._first = loader, count, first
+        self._loader = loader
         self._left = count  # the only mutable state
         loader.set_epoch(first)
         if state is not None:
-            self.load_state_dict(state)
+            resumed = checked(state, loader.pipeline, seed=loader.seed)
+            if resumed.epoch < first:
+                raise StateError(
+                    f"epoch: the state is of epoch {resumed.epoch}, and these begin with first={first}"
+                )
+            done = resumed.next_epoch - first
+            if count is not None:
+                if done > count or (done == count and not resumed.finished):
+                    raise StateError(
+                        f"epoch: the state is of epoch {resumed.epoch}, and these end before epoch "
+                        f"{first + count}"
+                    )
+                self._left = count - done
+            loader._resume(resumed)
         loader._started(idle=self._left == 0)
 
     def __next__(self) -> Run:
@@ -600,37 +614,6 @@ class Epochs(Iterator[Run]):
                 raise StopIteration
             self._left -= 1
         return self._loader._begin()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the latest epoch, or of the first; see `Run.state_dict`."""
-        return self._loader.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from `state_dict` with the next epoch; end the running one.
-
-        Epochs before that of the state count among their number. See `PipelineLoader.load_state_dict`.
-
-        Raises
-        ------
-        StateError
-            The state is of another pipeline, or of an epoch that is not among these. Nothing was
-            changed.
-        """
-        loader = self._loader
-        resumed = checked(state_dict, loader.pipeline, seed=loader.seed)
-        done = resumed.next_epoch - self._first
-        if resumed.epoch < self._first:
-            raise StateError(
-                f"epoch: the state is of epoch {resumed.epoch}, and these begin with first={self._first}"
-            )
-        if self._count is not None:
-            if done > self._count or (done == self._count and not resumed.finished):
-                raise StateError(
-                    f"epoch: the state is of epoch {resumed.epoch}, and these end before epoch "
-                    f"{self._first + self._count}"
-                )
-            self._left = self._count - done
-        loader._resume(resumed)
 
     def close(self) -> None:
         """End all workers and threads."""

@@ -184,8 +184,7 @@ def test_states_of_runs_epochs_and_loaders_are_one() -> None:
     loader = PipelineLoader(uneven())
     loader.load_state_dict(state)
     assert list(loader) == rest
-    with uneven().epochs(2) as epochs:
-        epochs.load_state_dict(state)
+    with uneven().epochs(2, state=state) as epochs:
         assert list(next(epochs)) == rest
         assert next(epochs).epoch == 1
         assert next(epochs, None) is None

@@ -271,9 +271,10 @@ def test_a_state_does_not_hold_the_run() -> None:
         run.state_dict()
         del run
         epochs = pipe.epochs(2)
-        next(next(epochs))
-        epochs.state_dict()
-        del epochs
+        epoch = next(epochs)
+        next(epoch)
+        epoch.state_dict()
+        del epoch, epochs
         assert threading.active_count() == before
     finally:
         gc.enable()
