@@ -219,9 +219,8 @@ _OWN_FIELDS = Schema(
     "loader",
     (COUNT, "epoch samples since? again?"),
     (among(START, WITHIN, END), "at"),
-    (among("keep"), "shard_remainders?"),  # of earlier versions, which had another one
     (list_of(among("iter", "seed"), "a list of 'iter' and 'seed'"), "steps later?"),
-    (LIST, "counts whole first apart? behind?"),
+    (LIST, "counts whole first behind?"),
     (ANY, "start sampler_epoch generators check shards?"),
     version=VERSION,
 )
@@ -270,11 +269,6 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any], own: Mapping[str, Any]) ->
         if resume.begins is Begins.FRESH and state["_num_workers"] == plan.num_workers:
             _read_workers(plan, state, own, resume, edited=False)
         return resume
-    if own.get("apart"):
-        raise StateError(
-            "the state has samples that wait for a full batch, as earlier versions kept them under "
-            "on_error='skip'; load a state of another moment, or begin the epoch again"
-        )
     count, edited = _count_of(plan, state, own)
     resume.begins, resume.count = Begins.OVER if finished else Begins.HERE, count
     resume.yielded = count if edited else state["_num_yielded"]

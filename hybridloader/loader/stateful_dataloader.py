@@ -360,8 +360,6 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any]) -> dict[str, Any]:
         "_iterator_finished": state["_iterator_finished"],
     }
     if OWN in state:
-        if "state" not in state[OWN]:
-            raise StateError("an earlier version of hybridloader saved the state; load another one")
         saved = state[OWN]["state"]
         texts = saved[OWN]["generators"]
         generators = {name: _generator_state(text) for name, text in texts.items()}

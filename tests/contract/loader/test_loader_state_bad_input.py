@@ -91,11 +91,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "steps": (lambda: edited(f"{OWN}/steps", ["dance"]), {}, r"steps is \['dance'\]"),
     "place": (lambda: edited(f"{OWN}/at", "nowhere"), {}, "at is 'nowhere'"),
     "epoch": (lambda: edited(f"{OWN}/epoch", -3), {}, "epoch is -3"),
-    "samples left over": (
-        lambda: edited(f"{OWN}/apart", [3]),
-        {},
-        "samples that wait for a full batch, as earlier versions kept them",
-    ),
     "workers": (
         lambda: state(1, dataset=Stream(), num_workers=2, backend="threads"),
         {"dataset": Stream()},
@@ -105,11 +100,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         lambda: edited("_worker_snapshots/worker_0", None, dataset=Stream()),
         {"dataset": Stream()},
         "lacks worker_0",
-    ),
-    "remainders": (
-        lambda: edited("_hybridloader/shard_remainders", "join", dataset=Stream()),
-        {"dataset": Stream()},
-        "shard_remainders is 'join' in the state, and must be one of 'keep'",
     ),
 }
 

@@ -249,15 +249,6 @@ def test_a_state_that_is_none_is_refused_by_name() -> None:
             loader.load_state_dict(wrong)  # type: ignore[arg-type]
 
 
-def test_a_state_of_another_version_is_refused() -> None:
-    state = loader_of(range(12), 3).state_dict()
-    state["_hybridloader"] = state["_hybridloader"]["state"][
-        "_hybridloader"
-    ]  # as of early versions
-    with pytest.raises(StateError, match="an earlier version of hybridloader saved the state"):
-        loader_of(range(12), 3).load_state_dict(state)
-
-
 def failing(worker: int) -> None:
     raise ArithmeticError(f"init of {worker}")
 
