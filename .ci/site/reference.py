@@ -43,7 +43,7 @@ PAGES = Frozen(
         "sampling": ("Samplers", "", "sampling.*"),
         "sources": ("Sources", "", "sources.*"),
         "records": ("Shared records", "", "records.*"),
-        "observe": ("Statistics and traces", "", "Observe observe.*"),
+        "observe": ("Statistics and traces", "", "observe.*"),
         "tuning": ("Tuning", "", "tune tuning.*"),
         "errors": (
             "Errors",

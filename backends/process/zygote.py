@@ -23,10 +23,11 @@ import select
 import signal
 import socket
 import struct
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
@@ -155,12 +156,13 @@ class _Zygote:
 
     def _load(self, first: FirstFrame) -> WorkerSpec:
         """Load the work, and find out whether this process may fork then."""
-        one_thread_in_this_process(True)
-        frame = self._endpoint.get()
-        self._postmortem = first.record(frame)
-        before = fork_safety.open_descriptors() - set(frame.fds)
-        spec = first.load(frame)
-        del frame
+        with _ending_with(self._watched, self._endpoint.fileno()):
+            one_thread_in_this_process(True)
+            frame = self._endpoint.get()
+            self._postmortem = first.record(frame)
+            before = fork_safety.open_descriptors() - set(frame.fds)
+            spec = first.load(frame)
+            del frame
         refusal = fork_safety.refusal(before)
         self._endpoint.send([pickle.dumps(Loaded(refusal))])
         if refusal:
@@ -276,6 +278,32 @@ def _report(status: int, kind: int, number: int, *fds: int) -> None:
     """Write to a status socket. Its reader may be gone."""
     with suppress(OSError), socket.socket(fileno=os.dup(status)) as sock:
         socket.send_fds(sock, [STATUS.pack(kind, number)], fds)
+
+
+@contextmanager
+def _ending_with(parent: int, connection: int) -> Iterator[None]:
+    """End this process if the parent ends or hangs up within the block.
+
+    A thread looks, because imports may take long. It is gone at the end of the block.
+    """
+    stop, stopper = os.pipe()
+
+    def look() -> None:
+        poll = select.poll()
+        poll.register(parent, select.POLLIN)
+        poll.register(connection, 0)  # POLLHUP is always reported
+        poll.register(stop, 0)
+        if all(fd != stop for fd, _ in poll.poll()):
+            os._exit(1)
+
+    thread = threading.Thread(target=look, name="hybridloader-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(stopper)  # the other end hangs up
+        thread.join()
+        os.close(stop)
 
 
 # -- the parent's side

@@ -19,7 +19,7 @@ from benchmarks.device.record import Record
 from benchmarks.device.steps import Device, each, percentile, stepping
 from benchmarks.machine import about
 from hybridloader import DataLoader, Memory, SharedMemory, Threads
-from hybridloader.devices.pinning import TorchAccelerator
+from hybridloader.devices.pinning import Accelerator
 
 MB = 1_000_000
 IMAGE = 3 * 224 * 224
@@ -189,8 +189,8 @@ def _kind() -> str:
     return found.type
 
 
-def _accelerator() -> TorchAccelerator:
-    return TorchAccelerator(torch.device(_kind(), torch.accelerator.current_device_index()))
+def _accelerator() -> Accelerator:
+    return Accelerator(torch.device(_kind(), torch.accelerator.current_device_index()))
 
 
 def _workers(small: bool) -> int:

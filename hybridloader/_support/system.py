@@ -12,10 +12,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
+from functools import cached_property as _with_lock
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = "/" if sys.platform == "linux" else os.devnull
 """Folder of the kernel's files: proc, sys, dev/shm. Elsewhere nothing is below it.
@@ -70,6 +71,17 @@ def renewed_in_forks(lock: Any) -> Any:
     if FORK:
         os.register_at_fork(after_in_child=lock._at_fork_reinit)
     return lock
+
+
+T = TypeVar("T")
+
+
+class cached_property(_with_lock[T]):
+    """The standard one, but without its lock before Python 3.12, which a fork may copy while held."""
+
+    def __init__(self, func: Callable[[Any], T]) -> None:
+        super().__init__(func)
+        self.lock = nullcontext()
 
 
 def signals(*names: str) -> frozenset[int]:

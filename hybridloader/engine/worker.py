@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -466,6 +465,7 @@ class Worker:
         self._rng = _sample_rng_of(spec, worker, seeds)
         if self._rng is not None and spec.seeding is not None:
             self._seeds = seeds_by_sample(seeds, any_thread=spec.seeding.any_thread)
+        self.info = self._describe()
         self.meter = None if spec.metering is None else Meter(spec.metering)
         if self.meter is not None:
             context.parts, context.slices = self.meter.parts, self.meter.slices
@@ -481,22 +481,6 @@ class Worker:
         # The loaded state may be the end of the epoch before, or the beginning of this one.
         self._from_end = bool(spec.starts) and spec.starts[worker].next_epoch
         self.shared: SharedTask | None = None  # that this worker is fetching samples of
-
-    @cached_property
-    def info(self) -> Any:
-        """`WorkerInfo` of this worker, or a `Description` if torch is not imported.
-
-        None when the caller does the work itself. A thread makes its own: that takes 40 us.
-        """
-        spec = self._spec
-        if spec.workers == 0:
-            return None
-        rng = self._seeds.generators(spec.base_seed, self.worker)
-        if self._rng is not None:
-            rng = self._rng.info_rng(rng)
-        seed, method = spec.base_seed + self.worker, self._seeds.method
-        info = Description(self.worker, spec.workers, seed, spec.fetch.dataset, rng, method)
-        return info.in_torchs_words() if "torch" in sys.modules else info
 
     @property
     def broken(self) -> bool:
@@ -811,6 +795,21 @@ class Worker:
     @property
     def _position(self) -> int:  # number of samples of the shard that were read
         return 0 if self._fetcher is None else self._fetcher.position
+
+    def _describe(self) -> Any:
+        """Return this worker's `WorkerInfo`, or a `Description` if torch is not imported.
+
+        None when the caller does the work itself.
+        """
+        spec = self._spec
+        if spec.workers == 0:
+            return None
+        rng = self._seeds.generators(spec.base_seed, self.worker)
+        if self._rng is not None:
+            rng = self._rng.info_rng(rng)
+        seed, method = spec.base_seed + self.worker, self._seeds.method
+        info = Description(self.worker, spec.workers, seed, spec.fetch.dataset, rng, method)
+        return info.in_torchs_words() if "torch" in sys.modules else info
 
 
 def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleRng | None:

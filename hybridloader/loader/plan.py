@@ -8,7 +8,6 @@ Data about a loader that outlives an iterator are in its record, as long as the 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import multiprocessing
 import weakref
@@ -21,6 +20,7 @@ import torch
 from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _DatasetKind
 
+from hybridloader._support.system import cached_property
 from hybridloader._support.text import flag, function, seconds, warn_once, whole
 from hybridloader._support.user_objects import has
 from hybridloader.engine.contract import Backend, get_backend, usable
@@ -111,7 +111,7 @@ class LoaderPlan:
             return None
         return ReorderLimit(int(self.num_workers)) if self.samplers.unobserved else None
 
-    @functools.cached_property
+    @cached_property
     def seeding(self) -> SampleSeeding | str | None:
         return parse_seeding(self.options.seeding)
 
@@ -229,12 +229,12 @@ class LoaderPlan:
 
     # -- backend -------------------------------------------------------------------------------------
 
-    @functools.cached_property
+    @cached_property
     def asked(self) -> Backend | None:
         """Backend chosen by the user, or None."""
         return None if self.chosen is None else get_backend(self.chosen)
 
-    @functools.cached_property
+    @cached_property
     def backend(self) -> Backend:
         """Backend that runs the epoch. Starts nothing."""
         from hybridloader.backends.process.backend import AsTorch

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -38,6 +38,7 @@ from hybridloader._support.states import (
     place_dropped,
     taken,
 )
+from hybridloader._support.system import cached_property
 from hybridloader._support.text import INFO, log, warn, warn_once
 from hybridloader._support.torch_env import is_datapipe, seed_datapipe
 from hybridloader._support.user_objects import described, has, length_of

@@ -34,7 +34,8 @@ OWN = 256 * 1024
 takes less than 25 microseconds, and its own slot would cost more."""
 
 IDLE = 64
-"""Number of takes after which a free slot is given back, if it was not used meanwhile."""
+"""Number of takes, and four more for each slot, after which an unused slot is given back. A batch may
+take 40 slots: mapping them again for each batch doubles its time."""
 
 MOST = 512
 """Most slots of a pool. Linux allows a process 65,530 mappings (vm.max_map_count), which batches of
@@ -122,7 +123,7 @@ class Pool:
         self._takes += 1
         slot = self._free_one(size) or self._new(capacity_for(size))
         oldest = self._oldest()
-        if oldest is not None and self._takes - oldest.freed > IDLE:
+        if oldest is not None and self._takes - oldest.freed > IDLE + 4 * len(self.slots):
             self._retire(oldest)
         if slot is None:
             return None

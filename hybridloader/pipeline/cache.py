@@ -283,13 +283,19 @@ _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 class _StableRepr(reprlib.Repr):
     """Reprs that are the same in every run: without addresses, with sets in order.
 
-    The first 64 items stand for a container, and its ends for any other long repr.
+    The first 64 items and the length stand for a container, and its ends for any other long repr.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 64
+        self.maxlist = self.maxtuple = self.maxdict = 64
         self.maxstring = self.maxother = _LONGEST
+
+    def repr1(self, value: Any, level: int) -> str:
+        if isinstance(value, (set, frozenset)):  # of items that may have no order
+            value = type(value).__name__, sorted(self.repr1(item, level - 1) for item in value)
+        length = f" of {len(value)}" if isinstance(value, (list, tuple, dict)) else ""
+        return super().repr1(value, level) + length
 
     def repr_partial(self, value: Any, level: int) -> str:
         return self.repr1((value.func, value.args, value.keywords), level)

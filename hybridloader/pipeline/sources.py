@@ -11,12 +11,13 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hybridloader._support.states import Cadence, copied, is_stateful, load_into, set_epoch
+from hybridloader._support.system import cached_property
 from hybridloader._support.text import beginning, short, warn_once
 from hybridloader._support.user_objects import (
     attribute,

@@ -23,6 +23,7 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridloader._support.states import set_epoch
+from hybridloader._support.system import cached_property
 from hybridloader._support.text import warn
 from hybridloader._support.torch_env import one_thread_on_this_thread
 from hybridloader._support.user_objects import add_note, has, is_container, no_answer
@@ -457,7 +458,7 @@ class Executor(Runner):
         own = self.seed, self.seeded, position.epoch, *counts, finished, dict(self._drawn), saved
         return Position(*own, *shares_of(self.chain), heads).as_dict(self.descriptions)
 
-    @functools.cached_property
+    @cached_property
     def descriptions(self) -> list[str]:
         """Descriptions of the steps, for states of runs."""
         return descriptions(self.chain)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import ClassVar
 
+from hybridloader._support.system import cached_property
 from hybridloader._support.text import table
 from hybridloader.engine.contract import Backend, usable
 from hybridloader.errors import BackendUnavailable

@@ -19,10 +19,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from hybridloader._support.system import cached_property
 from hybridloader._support.text import policy, whole
 from hybridloader._support.torch_env import when_imported
 from hybridloader._support.user_objects import attribute

@@ -9,7 +9,6 @@ The clock is an argument, so that tests move it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.data
 
+from hybridloader._support.system import cached_property
 from hybridloader._support.text import beginning
 from hybridloader._support.user_objects import attribute, described, has
 from hybridloader.compat.torch_loaders import from_torch
@@ -248,7 +248,7 @@ class LoaderSubject(Subject):
                 if running.epoch is not None:
                     running.epoch.close()
 
-    @functools.cached_property
+    @cached_property
     def _drawn(self) -> list[Any]:
         """Indices, or batches of them, from the loader's sampler, whose generators are as before."""
         ours = self._loader

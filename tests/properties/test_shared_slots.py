@@ -118,7 +118,7 @@ def test_slots_of_sizes_no_longer_used_are_given_back_on_both_sides() -> None:
     pair = Pair()
     for size in range(1, 60):
         pair.pass_on(bytes(size * 40_000))
-    for _ in range(80):  # one size from now on
+    for _ in range(400):  # one size from now on
         pair.pass_on(bytes(30_000))
         assert pair.both_know_the_same
     assert len(pair.numbers) <= 3

@@ -21,5 +21,5 @@ class Crop:
 
 
 def cached(path: Any) -> Pipeline:
-    data = [{"b", "a", "c"}, {"k": object()}, (len, 0.1, b"x", 1j, None, dict)]
+    data = [{"b", None, "c", "d"}, {"k": object()}, (len, 0.1, b"x", 1j, None, dict)]
     return Pipeline.from_dataset(data).map(Crop(frozenset("abc"))).cache(path)

@@ -66,6 +66,10 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "container": ([1], (1,)),
     "dict": ({"a": 1}, {"a": 2}),
     "set": ({"a", "b"}, {"a", "c"}),
+    "length of an argument": (
+        functools.partial(power, by=LONG[:100]),
+        functools.partial(power, by=LONG[:101]),
+    ),
     "partial": (functools.partial(power, by=2), functools.partial(power, by=3)),
     "attribute": (Scale(2), Scale(3)),
     "attribute beside a function": (Crop(frozenset(), 3, power), Crop(frozenset(), 4, power)),
