@@ -165,8 +165,8 @@ class _Zygote:
             del frame
         refusal = fork_safety.refusal(before)
         self._endpoint.send([pickle.dumps(Loaded(refusal))])
-        if refusal:
-            os._exit(0)
+        while refusal:  # until the parent hangs up: this end would be taken for that of its workers
+            self._endpoint.get()
         gc.collect()
         gc.freeze()  # a collection in a worker would touch, and so copy, shared pages
         return spec
