@@ -198,14 +198,13 @@ class AsTorch(SharedMemory):
 def check_children_allowed(name: str, method: str) -> None:
     """Refuse where multiprocessing forbids child processes.
 
-    It does in a daemonic process, and in one that runs the top of the script, which would start others
-    without end.
+    It does in a daemonic process, and in one that loads its work, which would start others without end.
     """
     if method != "fork" and hasattr(multiprocessing.current_process(), "_inheriting"):
         raise BackendUnavailable(
             f"backend {name!r} can't start workers here: this process was started to become a worker, "
-            "and runs the top of the script first. Put the loop under `if __name__ == '__main__':`, as "
-            "torch requires it, or pass backend='spawn', whose workers do not run the script."
+            "and first runs the top of the script or of a module. Put the loop under `if __name__ == "
+            "'__main__':`, as torch requires it."
         )
     if multiprocessing.current_process().daemon:
         raise BackendUnavailable(

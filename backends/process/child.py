@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import multiprocessing
 import os
 import select
 import signal
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing import spawn
 from queue import Queue, SimpleQueue
 from typing import Any, NamedTuple, NoReturn
 
@@ -59,28 +61,22 @@ class FirstFrame(NamedTuple):
     def load(self, frame: Frame) -> WorkerSpec:
         """Return the work, and close the descriptors of `frame`."""
         if self.loaded is None:
-            if self.script is not None:
-                _run_top(self.script)
-            spec = received(frame.parts, frame.fds, self.inherited)
+            current: Any = multiprocessing.current_process()
+            current._inheriting = True  # until it is deleted, this process may start no others
+            try:
+                if self.script is not None:
+                    # As ``__mp_main__``, as multiprocessing runs it in processes it spawns. A start
+                    # method of the standard library, not loky's, as the script may make locks by it.
+                    spawn.prepare({**self.script, "start_method": "forkserver"})
+                spec = received(frame.parts, frame.fds, self.inherited)
+            finally:
+                del current._inheriting
             if "torch" in sys.modules:  # as torch, which sets it last
                 one_thread_in_this_process(False)
             return spec
         for fd in frame.fds:
             os.close(fd)
         return self.loaded
-
-
-def _run_top(script: dict[str, str]) -> None:
-    """Run the top of the script as ``__mp_main__``, as multiprocessing does in processes it spawns."""
-    from multiprocessing import process, spawn
-
-    current: Any = process.current_process()
-    current._inheriting = True  # until it is deleted, this process may start no others
-    try:
-        # A start method of the standard library, not loky's, as the script may make locks by it.
-        spawn.prepare({**script, "start_method": "forkserver"})
-    finally:
-        del current._inheriting
 
 
 def main(

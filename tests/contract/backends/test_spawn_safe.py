@@ -158,3 +158,27 @@ def test_a_copy_of_loky_under_its_name_is_not_used(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(multiprocessing.context._concrete_contexts, "loky", None)  # type: ignore[attr-defined]
     loader: Any = DataLoader(range(6), 3, num_workers=1, backend="spawn", collate_fn=list)  # type: ignore[arg-type]
     assert list(loader) == [[0, 1, 2], [3, 4, 5]]
+
+
+MODULE = """
+from hybridloader import DataLoader
+
+class Data:
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        return index
+
+try:
+    print([batch.tolist() for batch in DataLoader(Data(), 2, num_workers=1, backend="spawn")])
+except Exception as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+"""
+
+
+def test_a_module_that_loads_as_it_is_imported_starts_no_workers_in_workers(tmp_path: Path) -> None:
+    """Each of them would import the module, and start others without end."""
+    (tmp_path / "loads_when_imported.py").write_text(MODULE)
+    refusal, batches = output("-c", "import loads_when_imported", cwd=tmp_path).split("\n", 1)
+    assert refusal.startswith("BackendUnavailable: backend 'spawn' can't start workers here")
+    assert batches.splitlines()[-1] == "[[0, 1]]"
