@@ -89,7 +89,7 @@ EXITS = """
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        (UNGUARDED, r"BackendUnavailable: .*pass backend='spawn', whose workers do not run the"),
+        (UNGUARDED, r"BackendUnavailable: .*Put the loop under `if __name__ == '__main__':`"),
         pytest.param(
             *(BELOW, r"WorkerPicklingError: .*Define it above that line.* or pass backend='spawn'"),
             marks=pytest.mark.full,
