@@ -14,7 +14,6 @@ class Windows(Operator):
 
     size: int
     stride: int = 1
-    keeps_count = False  # one error takes several windows along
 
     def __post_init__(self):
         for name in ("size", "stride"):

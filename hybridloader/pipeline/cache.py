@@ -72,7 +72,7 @@ class Cache(Operator):
     # Not a part of the description: empty until a whole pass is kept in memory. The first one counts.
     _kept: list[_Kept] = field(default_factory=list, init=False, repr=False, compare=False)
 
-    cheap = keeps_count = True
+    cheap = True
     counts_errors = True  # what is kept has none
 
     def __post_init__(self) -> None:

@@ -204,7 +204,7 @@ class Take(Operator):
 
     count: int
 
-    cheap = keeps_count = counts_errors = True
+    cheap = counts_errors = True
 
     def __post_init__(self) -> None:
         settle_whole(self, "count", 0, "give a number of items")
@@ -247,7 +247,7 @@ class TakeIterator(OperatorIterator):
 class _Every(Operator):
     """Base of the steps that skip the first items, and then give every so many-th one."""
 
-    cheap = keeps_count = counts_errors = True
+    cheap = counts_errors = True
 
     @property
     @abstractmethod
@@ -357,7 +357,7 @@ class Repeat(Operator):
 
     times: int | None = None
 
-    cheap = keeps_count = True
+    cheap = True
 
     def __post_init__(self) -> None:
         instead = "give how many passes, or None for passes without end"

@@ -555,8 +555,6 @@ class Work(Placed):
 class Map(Work, OneForOne):
     """One result for each item."""
 
-    keeps_count = True
-
     def seek(self, n: int) -> int | None:
         return n if self.placement.on_error is None else None
 
@@ -606,8 +604,6 @@ class Readers(Placed, Source):
     `get_worker_info()` returns the number of its part."""
     placement: Placement = field(default_factory=Placement)
     label: str | None = None
-
-    keeps_count = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

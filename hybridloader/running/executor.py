@@ -719,13 +719,6 @@ class ChainPass:
         if marked is not None:
             context.needed = operator.needed(context)
             first = first._replace(needed=context.needed)
-        elif start.needed is not None and at and parts is not None and _selects(operator):
-            # Of its inputs, those that make the items which are needed of it.
-            numbers = (operator.seek(number + 1) for number in start.needed.numbers)
-            needed = {number - 1 for number in numbers if number is not None}
-            until = operator.seek(start.needed.until) or 0
-            first = first._replace(needed=Needed(needed, until))
-            start = start._replace(needed=None)
         if operator.begins_itself:
             items = operator.begin(self._upstream(at, first), context)
         else:
@@ -959,14 +952,3 @@ def offset_before(operator: Operator, begins: Offset) -> Offset:
     certain = items - slack  # items that are there for sure
     least = (operator.seek(certain - 1) or 0) + 1 if certain > 1 else min(certain, 1)
     return Offset(start, start - least)
-
-
-def _selects(operator: Operator) -> bool:
-    """Return True if each item of `operator` is one of those before it, which `seek` numbers."""
-    return (
-        operator.keeps_count
-        and not operator.branches()
-        and not operator.begins_itself
-        and type(operator).before is Operator.before
-        and operator.seek(1) is not None
-    )

@@ -395,11 +395,6 @@ class Operator(ABC):
         return re.sub("(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property
-    def keeps_count(self) -> bool:
-        """True if an error in the place of an item before it takes the place of one of its items."""
-        return self.seek(1) == 1 and self.seek(2) == 2
-
-    @property
     def leaves_out(self) -> bool:
         """True if it leaves out items that fail."""
         return self.placement is not None and isinstance(final(self.placement.on_error), Skip)

@@ -43,8 +43,6 @@ class Totals(Operator):
 
     factor: int = 1
 
-    keeps_count = True
-
     def open(self, items: Iterator[Any], context: Any) -> Iterator[Any]:
         return TotalsIterator(map(self.factor.__mul__, items))
 
@@ -164,7 +162,7 @@ def members() -> set[str]:
 
 
 def test_the_recipe_names_members_and_these_tests_have_each_of_them() -> None:
-    assert {"open", "length", "seek", "cheap", "keeps_count"} <= members() <= {*dir(Operator)}
+    assert {"open", "length", "seek", "cheap"} <= members() <= {*dir(Operator)}
     text = PAGE.read_text()
     others = text[text.index("Members for sources, joins") :].split("\n\n")[0]
     public = {name for name in dir(Operator) if not name.startswith("_")}

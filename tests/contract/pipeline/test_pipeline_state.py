@@ -175,8 +175,8 @@ def test_the_buffered_items_alone_come_again_and_have_the_numbers_that_they_had(
     def make(place: Place) -> Pipeline:
         place = {"seeding": "sample", **place}
         pipe = Pipeline.from_dataset(range(256), **place).skip(3)
-        pipe = pipe.map(calls, **place).map(drawn, **place).enumerate()
-        pipe = pipe.skip(2).take(250).prefetch(2).map(drawn, **place)
+        pipe = pipe.map(drawn, **place).enumerate().skip(2).take(250)
+        pipe = pipe.map(calls, **place).prefetch(2).map(drawn, **place)
         if buffer == "shuffle":
             return pipe.shuffle(10)
         return pipe.bucket_by(kind, 3, collate_fn=list)
