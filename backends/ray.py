@@ -20,14 +20,9 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from hybridloader import engine
-from hybridloader._support.text import warn
 
 _SHUT_DOWN = "is gone: Ray was shut down"
 """Cause of an end: this process left the cluster while it had workers there."""
-
-_LATE = 30.0
-"""Seconds after which a warning names the workers that Ray has not started. Ray starts one in 1 to 5
-s."""
 
 _LOOKS = 1.0  # seconds between two checks of the cluster
 
@@ -116,24 +111,16 @@ class _RayCrew(engine.Crew):
         self.connection = _connection()
         # All the mutable state:
         self.closed = False
-        self.late = self.next_look = 0.0  # time from which a worker is late; 0: all have started
+        self.next_look = 0.0
         self.upkeep = self.look
 
     def look(self) -> None:
-        """Warn of memory, and of workers that Ray has not started; report the end of the connection."""
+        """Warn of memory; report the end of the connection."""
         self.slots.warn()
         now = time.monotonic()
-        if now < self.next_look:
-            return
-        self.next_look = now + _LOOKS
-        if not self._lost() and self.late and now > self.late:
-            self.late = 0.0
-            late = [actor for actor in self.actors if actor.placed is None and actor.is_alive()]
-            if late:
-                text = f"{len(late)} of {len(self.actors)} workers have no placement yet. "
-                text += f"{late[0].stack()} "
-                text += "Request less (Ray(num_cpus=...), num_workers=), or add nodes."
-                warn(text, "not-placed")
+        if now >= self.next_look:
+            self.next_look = now + _LOOKS
+            self._lost()
 
     def start(self, worker: int, spec: engine.WorkerSpec) -> None:
         if _connection() != self.connection:  # otherwise Ray would start a cluster unasked
@@ -148,7 +135,6 @@ class _RayCrew(engine.Crew):
         share = max(1, self.memory // max(1, spec.workers))
         actor = self.actor.remote(worker, work, share)
         self.place(worker, _Actor(self, worker, actor, (spec, work)))
-        self.late = time.monotonic() + _LATE
 
     def send(self, worker: int, message: engine.Message) -> None:
         index = message.index if isinstance(message, engine.Task) else None
@@ -168,12 +154,10 @@ class _RayCrew(engine.Crew):
         super().close()
         self.slots.close()
 
-    def _lost(self) -> bool:
-        if _connection() == self.connection:
-            return False
-        for actor in self.actors:
-            actor.lost(_SHUT_DOWN)
-        return True
+    def _lost(self) -> None:
+        if _connection() != self.connection:
+            for actor in self.actors:
+                actor.lost(_SHUT_DOWN)
 
     @property
     def actors(self) -> Sequence[_Actor]:
