@@ -58,7 +58,7 @@ from hybridloader.loader.samplers import (
     steps_of,
 )
 
-VERSION = 1  # version of the fields under `OWN`; it changes if the meaning of a field changes
+VERSION = 2  # version of the fields under `OWN`; it changes if the meaning of a field changes
 
 OWN = "_hybridloader"
 

@@ -6,11 +6,8 @@ states have torchdata's form.
 
 from __future__ import annotations
 
-import base64
-import functools
 import inspect
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -212,7 +209,7 @@ observe
 
 # -- States in torchdata's form, which has two shapes, one without workers and one with workers.
 #
-# The state of the `DataLoader` is in it as plain values, under one key that torchdata ignores, `OWN`.
+# The state of the `DataLoader` is in it, under one key that torchdata ignores, `OWN`.
 # That is the state which is loaded, with the counts that frameworks edit. A state without that key was
 # saved by torchdata. It has no state of torch's generators, so these stay as they are, as in torchdata.
 
@@ -239,8 +236,7 @@ def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
     if finished and progress is not None:
         # torchdata writes states of the end even if no worker stays.
         places = snapshots_of([end._replace(ended=True) for end in progress.ends()])
-    texts = {name: _text(state) for name, state in own[OWN]["generators"].items()}
-    more = {"state": {**own, OWN: {**own[OWN], "generators": texts}}}
+    more = {"state": own}
     workers = own["_num_workers"]
     readers = max(1, workers)
     names = [f"worker_{number}" for number in range(readers)]
@@ -312,16 +308,6 @@ def _sampler_states(plan: LoaderPlan, own: Mapping[str, Any]) -> tuple[Any, Any]
     return None, found
 
 
-def _text(state: Any) -> str:
-    """Return the state of a generator, about 5 kB, as a text of that size."""
-    return _packed(state.numpy().tobytes())
-
-
-@functools.lru_cache(maxsize=8)  # the result is the same during an epoch, and takes 60 us
-def _packed(state: bytes) -> str:
-    return base64.b64encode(zlib.compress(state, 1)).decode()
-
-
 # -- reading -----------------------------------------------------------------------------------------
 
 
@@ -360,10 +346,7 @@ def _read(plan: LoaderPlan, state: Mapping[str, Any]) -> dict[str, Any]:
         "_iterator_finished": state["_iterator_finished"],
     }
     if OWN in state:
-        saved = state[OWN]["state"]
-        texts = saved[OWN]["generators"]
-        generators = {name: _generator_state(text) for name, text in texts.items()}
-        return {**saved, **edited, OWN: {**saved[OWN], "generators": generators}}
+        return {**state[OWN]["state"], **edited}
     own = {
         **{name: main[name] for name in _SHARED},
         **edited,
@@ -399,10 +382,6 @@ def _own_sampler_states(plan: LoaderPlan, main: Mapping[str, Any]) -> tuple[Any,
     return {"sampler_state": iterator.get("sampler_state")}, (
         iterator if "sampler_iter_state" in iterator else None
     )
-
-
-def _generator_state(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.uint8)
 
 
 def _place(snapshot: Mapping[str, Any]) -> dict[str, Any]:

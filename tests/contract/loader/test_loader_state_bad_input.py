@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no dict": (lambda: 3, {}, "a dict, got int"),
     "foreign": (lambda: {"a": 1}, {}, "not the state of a hybridloader.DataLoader"),
     "torchdata's": (lambda: {"_snapshot": {}}, {}, "it is that of a StatefulDataLoader"),
-    "version": (lambda: edited(f"{OWN}/version", 2), {}, "version is 2 in the state.* reads 1"),
+    "version": (lambda: edited(f"{OWN}/version", 1), {}, "version is 1 in the state.* reads 2"),
     "cut off": (lambda: without("_base_seed"), {}, "lacks _base_seed: was it truncated"),
     "cut off within": (lambda: without(f"{OWN}/steps"), {}, "lacks steps: was it truncated"),
     "length": (state, {"dataset": range(21)}, "length is 20 in the state and 21"),
