@@ -163,10 +163,6 @@ class Indices(Source):
     def seek(self, n: int) -> int:
         return n
 
-    @property
-    def counted(self) -> bool:  # type: ignore[override]
-        return self._order is None
-
     def upcoming(self) -> str | None:
         generator = _generator_of(self._order)
         return None if generator is None else _generator_state(generator)

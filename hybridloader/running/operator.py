@@ -371,8 +371,6 @@ class Operator(ABC):
     """True if it only counts, selects or reorders items, so that it needs no thread before a stage."""
     goes_first: ClassVar[bool] = False
     """True if it selects items by their numbers alone: it is moved before one-to-one functions."""
-    counted: bool = False
-    """True for a source that has the same length in every epoch."""
     marks_inputs: ClassVar[bool] = False
     """True if it calls ``context.mark(n, k)`` wherever its items from number `n` on are made only of the
     items before it from number `k` on, as when nothing is in its buffer. Errors count as items. Instead

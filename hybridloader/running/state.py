@@ -33,7 +33,7 @@ from hybridloader.engine.dataset_state import ShardStart
 from hybridloader.errors import StateError
 from hybridloader.fetching.readers import MapFetch
 from hybridloader.fetching.shards import Place, ShardDivision
-from hybridloader.running.operator import INFINITE, Chain, Mark, Source, UpstreamPart, steps_in
+from hybridloader.running.operator import Chain, Mark, Source, UpstreamPart, steps_in
 from hybridloader.running.plan import (
     ChainPlan,
     FunctionsNode,
@@ -225,23 +225,7 @@ def checked(
     given, raised = position.given, position.raised
     if raised > given:
         raise StateError(f"raised: {raised} errors among given={given} items; the state is damaged")
-    length = pipeline.length if _counted(pipeline) else None
-    # An error may be among the items that a step counts, as those that `skip` skips.
-    if length is not None and length != INFINITE and not raised and given > length:
-        raise StateError(
-            f"given: the state is after item {given}, and this pipeline gives {int(length)}; the data "
-            "must be those that it was taken of"
-        )
     return position
-
-
-def _counted(pipeline: Chain) -> bool:
-    """Return True if the length of a pipeline is that of datasets, the same in every epoch.
-
-    A sampler's may be that of the epoch that was set, and that of an iterable a guess.
-    """
-    branches = pipeline.operators[0].branches()
-    return all(map(_counted, branches)) if branches else pipeline.operators[0].counted
 
 
 def _same_ranks(position: Position, ours: list[int]) -> None:

@@ -49,7 +49,6 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "epoch": (change(epoch=-1), "epoch is -1 in the state, and must be a whole number, 0"),
     "more raised": (change(raised=4), "raised: 4 errors among given=3"),
     "finished": (change(finished="no"), "finished is 'no' in the state"),
-    "beyond": (change(given=11), "given: the state is after item 11, and this pipeline gives 10"),
     "a mark": (change(marks={":0": {"at": 1}}), "marks is {':0': {'at': 1}} in the state"),
     "where a mark is": (
         change(marks={":0": {"at": "1", "epoch": 2, "value": None}}),
