@@ -217,22 +217,18 @@ class Supervisor:
         again = scheduler.replace(worker)
         if scheduler.workers[worker] is not WorkerState.STARTING:
             return True  # it has no task before the next epoch
-        try:
-            self._start(worker)
-        except Exception as error:  # for example, no further process or thread can be started
-            self.refusal = f"It could not be restarted: {text_of(error)}"
-            return False
-        log(INFO, "stage %r: worker %d was restarted", self._spec.stage, worker)
         tasks = self._table.tasks
         try:
+            self._start(worker)
             for seq in again:
                 if deadly and seq == blamed:
                     spared = self._spared(tasks[seq].index, death, count)
                     tasks[seq] = tasks[seq]._replace(index=spared)
                 self._crew.send(worker, tasks[seq])
-        except Exception as error:  # for example, no memory for a copy of a task
-            self.refusal = f"Its tasks could not be sent to the restarted worker: {text_of(error)}"
+        except Exception as error:  # for example, no further process, or no memory for a task
+            self.refusal = f"It could not be restarted: {text_of(error)}"
             return False
+        log(INFO, "stage %r: worker %d was restarted", self._spec.stage, worker)
         self._crew.flush()
         return True
 

@@ -81,7 +81,7 @@ def test_why_no_other_worker_can_be_had_or_sent_its_tasks_is_told_with_the_death
         raise MemoryError("no room for a copy")
 
     setattr(backend.crews[0], method, refuse)
-    words = "restarted: .*no room" if method == "start" else "sent to the restarted worker: no room"
+    words = "restarted: .*no room" if method == "start" else "could not be restarted: no room"
     with pytest.raises(WorkerDied, match=words):
         next(it)
     assert backend.crews[0].closed
