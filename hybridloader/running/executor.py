@@ -719,7 +719,7 @@ class ChainPass:
         if marked is not None:
             context.needed = operator.needed(context)
             first = first._replace(needed=context.needed)
-        if operator.begins_itself:
+        if type(operator).begin is not Operator.begin:  # it opens the steps before when it likes
             items = operator.begin(self._upstream(at, first), context)
         else:
             items = operator.open((yield at - 1, first), context)

@@ -430,11 +430,6 @@ class Operator(ABC):
         """Return that iterator; overridden by operators that pass over their input not just once."""
         return self.open(upstream(), context)
 
-    @property
-    def begins_itself(self) -> bool:
-        """True if `begin` is overridden, so that it decides when the steps before are opened."""
-        return type(self).begin is not Operator.begin
-
     def length(self, upstream: Length) -> Length:
         """Return the number of items that come out when `upstream` go in."""
         return None
