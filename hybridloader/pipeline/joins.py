@@ -272,11 +272,11 @@ class _TurnIterator(JoinIterator):
 
     def __init__(self, pipelines: Sequence[Chain], context: Context) -> None:
         saved = context.saved if context.start else None
-        begins: Any = ([0] * len(pipelines), [], 0, 0) if saved is None else saved.value
+        begins: Any = ([0] * len(pipelines), [], -1) if saved is None else saved.value
         # All the mutable state:
         self._counts = [*begins[0]]  # items, and errors in their places, of each
         self._over = [*begins[1]]  # those that have ended
-        self._last, self._in_a_row = begins[2:]  # the one that has given last, and how many since
+        self._last: int = begins[2]  # the one that has given last
         self._alive = [number for number in range(len(pipelines)) if number not in self._over]
         super().__init__(
             pipelines, context, {number: self._counts[number] for number in self._alive}
@@ -284,15 +284,18 @@ class _TurnIterator(JoinIterator):
         self._left = [branch.__next__ for branch in self._opened]
         self._place: int | None = None  # of the one whose turn it is, and has given nothing yet
         self._total = context.start  # of all
-        entry = self._total, tuple(self._counts), tuple(self._over), self._last, self._in_a_row
-        self._log = context.log(entry, lambda counts, over, *last: [[*counts], [*over], *last])
+        self._log = context.log(
+            self._entry(), lambda counts, over, last: [[*counts], [*over], last]
+        )
+
+    def _entry(self) -> tuple[Any, ...]:
+        return self._total, tuple(self._counts), tuple(self._over), self._last
 
     @abstractmethod
     def _choose(self) -> int:
         """Return the place, among those that are left, of the one whose turn is next."""
 
-    @abstractmethod
-    def _lost_one(self) -> None:
+    def _lost_one(self) -> None:  # most have nothing to do
         """Note that one of those that were left has ended."""
 
     def __next__(self) -> Any:
@@ -306,7 +309,6 @@ class _TurnIterator(JoinIterator):
             except StopIteration:
                 del self._left[place]
                 self._over.append(self._alive.pop(place))
-                self._in_a_row = 0
                 self._lost_one()
             except Exception as error:
                 if takes_a_place(error):
@@ -321,12 +323,10 @@ class _TurnIterator(JoinIterator):
 
     def _note(self, place: int) -> None:
         """Note an item, or an error in its place, of number `place` of those that are left."""
-        number = self._alive[place]
-        self._counts[number] += 1
-        self._in_a_row = self._in_a_row + 1 if number == self._last else 1
-        self._last = number
+        self._last = self._alive[place]
+        self._counts[self._last] += 1
         self._total += 1
-        self._log((self._total, tuple(self._counts), tuple(self._over), number, self._in_a_row))
+        self._log(self._entry())
 
 
 @dataclass(frozen=True)
@@ -426,25 +426,10 @@ class MixIterator(_TurnIterator):
 
 @dataclass(frozen=True)
 class Interleave(_InTurn):
-    """`block_length` items of each pipeline in turn, until all have ended.
-
-    Parameters
-    ----------
-    pipelines
-        At least one.
-    block_length
-        Items in a row from one of them.
-    """
-
-    block_length: int = 1
-
-    def __post_init__(self) -> None:
-        instead = "give how many items in a row come from one pipeline"
-        settle_whole(self, "block_length", 1, instead)
-        super().__post_init__()
+    """One item of each pipeline in turn, until all have ended."""
 
     def start(self, context: Context) -> Iterator[Any]:
-        return InterleaveIterator(self.pipelines, context, self.block_length)
+        return InterleaveIterator(self.pipelines, context)
 
     def length(self, upstream: Length) -> Length:
         return sum_of(self.lengths)
@@ -453,24 +438,5 @@ class Interleave(_InTurn):
 class InterleaveIterator(_TurnIterator):
     """Iterator of `Interleave`."""
 
-    def __init__(self, pipelines: Sequence[Chain], context: Context, block: int) -> None:
-        super().__init__(pipelines, context)
-        self._block = block
-        # All the other mutable state:
-        self._turn = 0  # whose it is, of those that are left
-        self._given = 0  # items, in this turn
-        if self._in_a_row:
-            self._turn = self._alive.index(self._last)
-            self._given = (self._in_a_row - 1) % block + 1
-
     def _choose(self) -> int:
-        if self._given == self._block:
-            self._given = 0
-            self._turn += 1
-        if self._turn >= len(self._left):
-            self._turn = 0
-        self._given += 1
-        return self._turn
-
-    def _lost_one(self) -> None:
-        self._given = 0
+        return bisect_right(self._alive, self._last) % len(self._alive)

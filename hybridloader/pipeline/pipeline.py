@@ -308,9 +308,9 @@ class Pipeline(Chain):
         """Items of several pipelines, drawn by weight; see `Mix`."""
         return Pipeline([Mix((self, *others), weights, seed, stop)])
 
-    def interleave(self, *others: Pipeline, block_length: int = 1) -> Pipeline:
-        """`block_length` items of each in turn, until all have ended."""
-        return Pipeline([Interleave((self, *others), block_length)])
+    def interleave(self, *others: Pipeline) -> Pipeline:
+        """One item of each in turn, until all have ended."""
+        return Pipeline([Interleave((self, *others))])
 
     # -- the end -------------------------------------------------------------------------------------
 

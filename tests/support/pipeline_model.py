@@ -9,7 +9,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
@@ -343,14 +343,8 @@ def drawn(size: int, seed: int) -> Model:
 # -- and of joins ------------------------------------------------------------------------------------
 
 
-def in_turn(lines: list[list[Event]], block: int) -> list[Event]:
-    turns = max(map(len, lines)) // block + 1
-    return [
-        event
-        for turn in range(turns)
-        for line in lines
-        for event in line[turn * block : (turn + 1) * block]
-    ]
+def in_turn(lines: list[list[Event]]) -> list[Event]:
+    return [event for turn in zip_longest(*lines) for event in turn if event is not None]
 
 
 def mixed(
@@ -584,7 +578,6 @@ def combined(how: str, *lines: Recipe) -> Recipe:
         "zip": {"strict": False},
         "mix": {"weights": weights, "seed": 4},
         "mix, first": {"weights": weights, "seed": 4, "stop": "first"},
-        "interleave": {"block_length": 2},
     }
 
     def built(settings: Settings) -> Pipeline:
@@ -596,7 +589,7 @@ def combined(how: str, *lines: Recipe) -> Recipe:
         if how == "zip":
             return [*rows(given)]
         if how == "interleave":
-            return in_turn(given, more[how]["block_length"])
+            return in_turn(given)
         if how.startswith("mix"):
             return [*mixed(given, weights, 4, epoch, first=how != "mix")]
         return [event for line in given for event in line]

@@ -210,7 +210,7 @@ JOINS: list[Step] = [
     lambda pipe: pipe.zip(Pipeline.from_iterable(numbers), strict=False),
     lambda pipe: pipe.concat(Pipeline.from_iterable(numbers)),
     lambda pipe: pipe.mix(Pipeline.from_iterable(numbers), weights=(0.2, 0.8), stop="first"),
-    lambda pipe: pipe.interleave(Pipeline.from_iterable(numbers), block_length=2),
+    lambda pipe: pipe.interleave(Pipeline.from_iterable(numbers)),
 ]
 
 
