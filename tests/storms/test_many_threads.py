@@ -18,10 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.containers import forked
+from support.platforms import posix
 from support.references import merge_references
 from support.ways_to_draw import WAYS
 
 from hybridloader import DataLoader, Pipeline
+from hybridloader._support import system
 from hybridloader._support.threads import snapshot
 from hybridloader.engine import contract, worker
 from hybridloader.engine.worker import SharedItems, get_worker_info, worker_info_set
@@ -255,3 +258,25 @@ STRESSES = [
 def test_many_threads(stress: Callable[[], None], rounds: int) -> None:
     for _ in range(rounds):
         stress()
+
+
+@posix
+def test_a_fork_copies_no_held_lock_of_a_property() -> None:
+    """Before Python 3.12, the standard `cached_property` has one lock for all objects of a class."""
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow:
+        @system.cached_property
+        def value(self) -> int:
+            entered.set()
+            return 7 if self is other or leave.wait(60) else 0
+
+    first, other = Slow(), Slow()
+    thread = threading.Thread(target=lambda: first.value)
+    thread.start()
+    try:
+        assert entered.wait(60)
+        assert forked(lambda: other.value) == 7
+    finally:
+        leave.set()
+        thread.join()

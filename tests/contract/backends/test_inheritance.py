@@ -8,16 +8,13 @@ import multiprocessing
 import os
 import signal
 import socket
-import threading
 from multiprocessing import reduction
 from typing import Any
 
 import pytest
-from support.containers import forked
 from support.platforms import posix
 
 from hybridloader import DataLoader, Pipeline, SharedMemory, Threads
-from hybridloader._support import system
 from hybridloader.engine import Backend
 from hybridloader.errors import WorkerPicklingError
 
@@ -251,25 +248,3 @@ def test_a_reducer_that_multiprocessing_was_told_of_is_used() -> None:
             assert sorted(ours.recv(3)) == [0, 1, 2]
     finally:
         del reduction.ForkingPickler._extra_reducers[WithReducer]
-
-
-@posix
-def test_a_fork_copies_no_held_lock_of_a_property() -> None:
-    """Before Python 3.12, the standard `cached_property` has one lock for all objects of a class."""
-    entered, leave = threading.Event(), threading.Event()
-
-    class Slow:
-        @system.cached_property
-        def value(self) -> int:
-            entered.set()
-            return 7 if self is other or leave.wait(60) else 0
-
-    first, other = Slow(), Slow()
-    thread = threading.Thread(target=lambda: first.value)
-    thread.start()
-    try:
-        assert entered.wait(60)
-        assert forked(lambda: other.value) == 7
-    finally:
-        leave.set()
-        thread.join()
