@@ -232,7 +232,8 @@ class _TaskSharing:
     def turn(self, seconds: float) -> None:
         """Decide again: `mean` has passed `limit`, or the first task took so many `seconds`."""
         if self.limit == float("inf"):
-            self.mean = seconds
+            # Sharing makes a short task up to three times longer, so that is measured again, alone.
+            self.mean = seconds if seconds > 4 * self._worth else 0.0
         self.shares = self.mean > (self._worth / 2 if self.shares else self._worth)
         self.limit = self._worth / 2 if self.shares else self._worth
 
