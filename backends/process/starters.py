@@ -13,8 +13,10 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -432,7 +434,21 @@ def join_all(handles: Sequence[ProcessHandle], deadline: float) -> None:  # by `
 @contextmanager
 def starting(method: str) -> Iterator[None]:
     """Start one process within the block, by start method `method`, and note it in the same block."""
-    with reaping, _signals_held_back(method), forks.of_ours():
+    with reaping, _signals_held_back(method), _without_pythons_warning(method), forks.of_ours():
+        yield
+
+
+@contextmanager
+def _without_pythons_warning(method: str) -> Iterator[None]:
+    """Leave out the warning of Python 3.12 that a fork beside other threads may hang.
+
+    As an error, it would be raised after the fork, and the child would be nobody's.
+    """
+    if method != "fork" or sys.version_info < (3, 12):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         yield
 
 

@@ -20,7 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import hybridloader._support.installed_torch  # noqa: F401 - it refuses a torch that is too old
 from hybridloader._support.text import whole
-from hybridloader._support.user_objects import Fallback, add_note, attribute
+from hybridloader._support.user_objects import Fallback, attribute
 from hybridloader.engine.contract import Backend, get_backend
 from hybridloader.loader.iterator import LoaderIterator
 from hybridloader.loader.options import Options
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
 
 _TORCHS = inspect.signature(torch.utils.data.DataLoader).parameters
-
-_OURS = ", ".join(("backend", *Options._fields))
-"""Parameters that torch's loader lacks; a subclass may use their names for other attributes."""
 
 
 class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Lightning needs the bare class
@@ -233,24 +230,11 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # Ligh
                 raise
         plan = self._plan()
         if [*map(id, plan.given)] != [*map(id, self._checked)]:
-            self._check(plan)
+            plan.check()
+            plan.warn()
+            self.check_worker_number_rationality()
+            self._checked = plan.given
         return LoaderIterator(self, plan)
-
-    def _check(self, plan: LoaderPlan) -> None:
-        plan.check_arguments()
-        try:
-            plan.check_options()
-        except (TypeError, ValueError) as error:
-            if not type(self).__module__.startswith("hybridloader."):
-                add_note(
-                    error,
-                    f"A hybridloader.DataLoader reads these attributes as options: {_OURS}. Rename "
-                    f"those of {type(self).__name__} that have another meaning.",
-                )
-            raise
-        plan.warn()
-        self.check_worker_number_rationality()
-        self._checked = plan.given
 
     def report(self) -> str:
         """Return a table of the last iterator's workers: current task, and work done.
