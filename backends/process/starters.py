@@ -442,7 +442,7 @@ def starting(method: str) -> Iterator[None]:
 def _without_pythons_warning(method: str) -> Iterator[None]:
     """Leave out the warning of Python 3.12 that a fork beside other threads may hang.
 
-    As an error, it would be raised after the fork, and the child would be nobody's.
+    As an error, it would be raised after the fork, and nothing would end the child.
     """
     if method != "fork" or sys.version_info < (3, 12):
         yield
