@@ -438,13 +438,13 @@ def starting(method: str) -> Iterator[None]:
         yield
 
 
+_PYTHON_WARNS = sys.version_info[:2] >= (3, 12)
+
+
 @contextmanager
 def _without_pythons_warning(method: str) -> Iterator[None]:
-    """Leave out the warning of Python 3.12 that a fork beside other threads may hang.
-
-    As an error, it would be raised after the fork, and nothing would end the child.
-    """
-    if method != "fork" or sys.version_info < (3, 12):
+    """Leave out Python's warning of forks beside threads: as an error, it would lose the child."""
+    if method != "fork" or not _PYTHON_WARNS:
         yield
         return
     with warnings.catch_warnings():
