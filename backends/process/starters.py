@@ -19,7 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import spawn
 from typing import Any, ClassVar, NamedTuple
 
@@ -408,10 +408,8 @@ def _kill(reference: weakref.ref[Any]) -> None:
 
 
 def _forked() -> None:
-    """Leave the parent's processes to the parent, in a fork by the user's code.
-
-    multiprocessing would terminate them when the fork exits, and then fail to join them.
-    """
+    """Leave the parent's filter and processes to it: multiprocessing would end these as a fork exits."""
+    getattr(_hiding, "filters", ExitStack()).close()
     dying.clear()
     for handle in list(_started):
         handle.disown()
@@ -439,16 +437,18 @@ def starting(method: str) -> Iterator[None]:
 
 
 _PYTHON_WARNS = sys.version_info[:2] >= (3, 12)
+_hiding = threading.local()  # `filters`: closed in the child too, which would inherit the filter
 
 
 @contextmanager
 def _without_pythons_warning(method: str) -> Iterator[None]:
     """Leave out Python's warning of forks beside threads: as an error, it would lose the child."""
-    if method != "fork" or not _PYTHON_WARNS:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    with ExitStack() as _hiding.filters:
+        if method == "fork" and _PYTHON_WARNS:
+            _hiding.filters.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings(
+                "ignore", "This process .* is multi-threaded", DeprecationWarning
+            )
         yield
 
 
