@@ -147,7 +147,9 @@ class Running:
 
     def _take(self, deadline: float) -> Sequence[Event]:
         left = deadline - time.monotonic()
-        assert left > 0, f"nothing came; so far: {self.events}"
+        if left <= 0:
+            stacks = [self.raw.stack(worker) for worker in range(self._spec.workers)]
+            raise AssertionError("\n".join([f"nothing came; so far: {self.events}", *stacks]))
         events = self.raw.wait(left)
         self.events.extend(events)
         self._unread.extend(event for event in events if isinstance(event, (Done, Failed)))

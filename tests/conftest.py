@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -51,6 +53,13 @@ if sys.platform == "linux" and sys.version_info >= (3, 14):
 # A shell ignores Ctrl-C in what a script starts with `&`, and all processes below inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_SHOWS_STACKS = getattr(signal, "SIGRTMAX", 64)
+"""Signal at which this process and its forks write the stacks of their threads to stderr."""
+
+_LOOKS_AT_STACKS = hasattr(faulthandler, "register") and (ROOT / "proc/self/status").exists()
+if _LOOKS_AT_STACKS:
+    faulthandler.register(_SHOWS_STACKS, all_threads=True)
 
 _PATIENCE = 30.0
 """Seconds that what is already ending gets to be gone."""
@@ -234,7 +243,25 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    if _LOOKS_AT_STACKS and callable(end_test := signal.getsignal(signal.SIGALRM)):
+
+        def with_stacks(*args: Any) -> None:
+            _show_stacks_of_forks()
+            end_test(*args)
+
+        signal.signal(signal.SIGALRM, with_stacks)  # until pytest-timeout sets it for the next test
     return (yield from _applicable())
+
+
+def _show_stacks_of_forks() -> None:
+    """Have each fork of this process write its stacks: a test has timed out, and may wait for one."""
+    for pid in _descendants(os.getpid()):
+        with contextlib.suppress(OSError, IndexError):  # it has just ended
+            status = (ROOT / "proc" / str(pid) / "status").read_text()
+            caught = int(status.split("SigCgt:")[1].split()[0], 16)
+            if caught >> (_SHOWS_STACKS - 1) & 1:
+                os.kill(pid, _SHOWS_STACKS)
+    time.sleep(0.5)  # nothing reports that they have written
 
 
 def _applicable() -> Iterator[None]:
