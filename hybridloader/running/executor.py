@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -560,10 +560,6 @@ class Offset(NamedTuple):
     needed: Needed | None = None  # items from that place on that a resumed run needs; None: all
 
 
-NodeOpener = Generator[tuple[int, Offset], Iterator[Any], Iterator[Any]]
-"""Opens one node: yields the number and offset of the node it needs, is sent it, returns its own."""
-
-
 def open_run(executor: Executor, position: RunPosition) -> Iterator[Any]:
     """Make the iterators of one run, and start them. The run before is broken off."""
     executor.break_off()
@@ -634,33 +630,12 @@ class ChainPass:
         return skipping
 
     def _open(self, at: int, start: Offset) -> Iterator[Any]:
-        """Open the nodes up to number `at`, to continue after the first items.
-
-        Each node asks this loop for the node before it, and does not call it: a long chain would be
-        too many nested calls.
-        """
-        todo = [self._opener(at, start)]
-        items: Any = None
-        while True:
-            try:
-                wanted = todo[-1].send(items)
-            except StopIteration as done:
-                todo.pop()
-                items = done.value
-                if not todo:
-                    return items  # type: ignore[no-any-return]
-            else:
-                todo.append(self._opener(*wanted))
-                items = None
-
-    def _opener(self, at: int, start: Offset) -> NodeOpener:
-        """Open the node number `at`, as `_open` does."""
+        """Open the nodes up to number `at`, to continue after the first items."""
         node = self.plan.nodes[at]
         if isinstance(node, OperatorNode):
-            return (yield from self._open_operator(node, at, start))
+            return self._open_operator(node, at, start)
         if isinstance(node, RelayNode):
-            items = yield at - 1, start
-            return self._open_relay(node, at, items)
+            return self._open_relay(node, at, self._open(at - 1, start))
         if isinstance(node, WorkerNode) and node.reads:
             items, begins_at = self._open_readers(node, start.items)
             return self.begun(node, items, begins_at, start)
@@ -671,9 +646,9 @@ class ChainPass:
         if one_by_one(node, raised=bool(self.position.start.raised)):
             before, start = before._replace(needed=start.needed), start._replace(needed=None)
         if isinstance(node, WorkerNode):
-            items = yield from self._open_stage(node, at, begins, before)
+            items = self._open_stage(node, at, begins, before)
         else:
-            items = yield at - 1, before
+            items = self._open(at - 1, before)
             items = self._open_inline(node, items, begins, numbered=before.needed is not None)
         return self.begun(node, items, begins.given, start)
 
@@ -703,7 +678,7 @@ class ChainPass:
         self.position.keep(node, ledger)
         return ledger
 
-    def _open_operator(self, node: OperatorNode, at: int, start: Offset) -> NodeOpener:
+    def _open_operator(self, node: OperatorNode, at: int, start: Offset) -> Iterator[Any]:
         operator = node.operator
         saved = self.position.saved(node, self.epoch, opens=True)
         raised = bool(self.position.start.raised)
@@ -719,10 +694,7 @@ class ChainPass:
         if marked is not None:
             context.needed = operator.needed(context)
             first = first._replace(needed=context.needed)
-        if type(operator).begin is not Operator.begin:  # it opens the steps before when it likes
-            items = operator.begin(self._upstream(at, first), context)
-        else:
-            items = operator.open((yield at - 1, first), context)
+        items = operator.begin(self._upstream(at, first), context)
         if not isinstance(items, Iterator):
             raise TypeError(
                 f"operator {node.name!r}: open() must return an iterator, not {items!r}; "
@@ -856,10 +828,12 @@ class ChainPass:
         readers.begin(ReaderTaskSizes(), changes, self.epoch)
         return readers, sum(found.begins.given)
 
-    def _open_stage(self, node: WorkerNode, at: int, begins: Point, before: Offset) -> NodeOpener:
+    def _open_stage(
+        self, node: WorkerNode, at: int, begins: Point, before: Offset
+    ) -> Iterator[Any]:
         placement = node.placement
         stage, changes, budget = self._stage(node)
-        items = yield at - 1, before
+        items = self._open(at - 1, before)
         stage_before = self.plan.nodes[at - 2] if at > 1 else None
         batching = TaskBatching(
             items,
