@@ -648,8 +648,7 @@ class ChainPass:
         if isinstance(node, WorkerNode):
             items = self._open_stage(node, at, begins, before)
         else:
-            items = self._open(at - 1, before)
-            items = self._open_inline(node, items, begins, numbered=before.needed is not None)
+            items = self._open_inline(node, self._open(at - 1, before), begins)
         return self.begun(node, items, begins.given, start)
 
     def _was_had(self, node: Node) -> Callable[[int], bool | None] | None:
@@ -725,9 +724,7 @@ class ChainPass:
 
         return upstream
 
-    def _open_inline(
-        self, node: InlineNode, items: Iterator[Any], begins: Point, *, numbered: bool
-    ) -> Iterator[Any]:
+    def _open_inline(self, node: InlineNode, items: Iterator[Any], begins: Point) -> Iterator[Any]:
         executor, policy = self.executor, node.placement.on_error
         init_fn = node.placement.worker_init_fn
         if init_fn is not None and node.path not in executor.initialized:
@@ -741,14 +738,7 @@ class ChainPass:
             budget = executor.error_budget(node, work.name, self.epoch)
             try:
                 found = InlineItems(
-                    items,
-                    work.step(),
-                    work.name,
-                    self.left,
-                    sample_rng,
-                    policy,
-                    budget,
-                    numbered=numbered,
+                    items, work.step(), work.name, self.left, sample_rng, policy, budget
                 )
                 earlier = executor.inline.get((node.path, number))
                 if earlier is not None:  # of a pass before, whose counts go on

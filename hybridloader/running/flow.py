@@ -491,8 +491,6 @@ class InlineItems(OperatorIterator):
         rng: SampleRng | None = None,
         policy: Policy | None = None,
         budget: ErrorBudget | None = None,
-        *,
-        numbered: bool = False,  # items that are not needed again come as errors that have a number
     ) -> None:
         super().__init__(items)
         self._stage, self._left, self._budget = stage, left, budget
@@ -500,10 +498,8 @@ class InlineItems(OperatorIterator):
         self.context = context = FollowingContext(left, rng)  # counts what was retried
         if rng is not None:
             # The item first: where there is none, no number is used up.
-            numbers = count(rng.first_item)
-            pairs: Iterator[Any] = zip(items, numbers, strict=False)
-            if numbered:
-                pairs = _Pairs(items, numbers)
+            self._numbers = count(rng.first_item)
+            pairs = zip(items, self._numbers, strict=False)
             self._pull = map(numbered_item, pairs).__next__
             policy = seeded(policy, rng, item_key)
         if context.parts is not None:  # observed: time each function separately
@@ -578,6 +574,10 @@ class InlineItems(OperatorIterator):
         except Abandoned:
             text = f"the iterator of stage {self._stage!r} is closed"
             raise no_answer(IteratorClosed(text)) from None
+        except Exception as error:
+            if self._rng is not None and keeps_number(error):
+                next(self._numbers)
+            raise
 
     def log(self, ledger: Ledger, counts: Numbers) -> None:
         """Note in `ledger` each item that is taken, and the number of results that it may have."""
@@ -603,21 +603,6 @@ class InlineItems(OperatorIterator):
         if self.coroutines is not None:
             self.coroutines.close()
         super().close()
-
-
-class _Pairs(Iterator[Any]):
-    """Pairs of an item and its number, which an item that is not needed again has, too."""
-
-    def __init__(self, items: Iterator[Any], numbers: Iterator[int]) -> None:
-        self._items, self._numbers = items, numbers
-
-    def __next__(self) -> tuple[Any, int]:
-        try:
-            return next(self._items), next(self._numbers)
-        except Exception as error:
-            if keeps_number(error):
-                next(self._numbers)
-            raise
 
 
 class LoggedItems(OperatorIterator):
