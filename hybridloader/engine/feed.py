@@ -7,16 +7,18 @@ before. It never waits for items, so no slow source holds up a task.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextvars import copy_context
 from typing import Any
 
+from hybridloader._support.system import cached_property
 from hybridloader._support.threads import Waits, join
 from hybridloader._support.torch_env import Modes, TakenModes, modes_here
 from hybridloader._support.user_objects import (
@@ -40,26 +42,6 @@ from hybridloader.errors import IteratorClosed, NotReady, WorkerTimeout
 # wakes and never waits for it.
 
 
-class RelaySleeps:
-    """Sleeps at the queues of one place: of relays that follow one another there. Made only if asked."""
-
-    def __init__(self, items: Sized) -> None:
-        # All the mutable state:
-        self.items = items  # of the current queue
-        self.blocks, self.waits = Waits(), Waits()  # sleeps of the thread, and of the consumer
-        self.ended: float | None = None  # time at which the thread ended
-
-    def begin_again(self, items: Sized) -> None:
-        """Begin with another relay: there was no thread since the one before ended."""
-        self.items = items
-        if self.ended is not None:
-            now = time.perf_counter()
-            self.blocks.longer_seconds += now - self.ended
-            # Only the thread itself notes one sleep at a time.
-            self.blocks.ring.extend([(self.ended, now)])
-            self.ended = None
-
-
 class RelayQueue:
     """Bounded queue between the thread of a relay and its consumer; the thread never holds the relay."""
 
@@ -78,14 +60,31 @@ class RelayQueue:
         self.items: deque[tuple[Any, int]] = deque()  # each with its weight
         self.weight = 0  # of all items
         self.closed = False  # no consumer waits for items any more
-        self.ended = False  # the thread adds no more items
+        self.ended: float | None = None  # time from which the thread adds no more items
         self._failed = False  # its end was an error
         self._sleepers = 0  # number of consumers that sleep until an item comes
         self.full = False  # the thread sleeps until an item leaves
         self._wake: Callable[[], None] | None = None  # wakes a consumer that sleeps elsewhere
         self.count = 0  # number of items that were returned, or about to be when an interrupt came
-        # Set before the thread starts, if the run is observed.
-        self.sleeps: RelaySleeps | None = None
+
+    @cached_property
+    def blocks(self) -> Waits:
+        """Sleeps of the thread, which are only summed unless somebody observes."""
+        return Waits(math.inf)
+
+    @cached_property
+    def waits(self) -> Waits:
+        """Sleeps of the consumer, by the same rule."""
+        return Waits(math.inf)
+
+    def succeed(self, before: RelayQueue) -> None:
+        """Count on from a queue that had the same place; there was no thread since its own ended."""
+        self.count, self.blocks, self.waits = before.count, before.blocks, before.waits
+        if before.ended is not None:
+            now = time.perf_counter()
+            self.blocks.longer_seconds += now - before.ended
+            # Only the thread itself notes one sleep at a time.
+            self.blocks.ring.extend([(before.ended, now)])
 
     # -- for the thread ----------------------------------------------------------------------------
 
@@ -105,8 +104,7 @@ class RelayQueue:
                     # With a time limit: a finalizer on this very thread may just have closed the queue.
                     self._left.wait(SLICE)
                 self.full = False
-                if self.sleeps is not None:
-                    self.sleeps.blocks.note(began, time.perf_counter())
+                self.blocks.note(began, time.perf_counter())
             if self.closed:
                 return False
             self.items.append((item, weight))
@@ -123,9 +121,7 @@ class RelayQueue:
         with self.came:
             if error is not None and not self.closed:
                 self.items.append((Raised(error), 0))
-            self.ended, self._failed = True, error is not None
-            if self.sleeps is not None:
-                self.sleeps.ended = time.perf_counter()
+            self.ended, self._failed = time.perf_counter(), error is not None
             self._notify()
 
     def _notify(self) -> None:
@@ -174,8 +170,7 @@ class RelayQueue:
                 self.came.wait(SLICE if left is None else min(left, SLICE))
         finally:
             self._sleepers -= 1
-            if self.sleeps is not None:
-                self.sleeps.waits.note(began, time.perf_counter())
+            self.waits.note(began, time.perf_counter())
 
     def _check(self) -> None:
         if self.closed:
@@ -185,13 +180,13 @@ class RelayQueue:
                 f"relay {self._name!r} has ended with the error that it raised; make a new iterator"
             )
             raise no_answer(IteratorClosed(over))
-        if self.ended:
+        if self.ended is not None:
             raise StopIteration
 
     def when_ready(self, wake: Callable[[], None]) -> None:
         """Call `wake` once, from any thread, as soon as there is an item, an end or an error."""
         with self.came:
-            if not (self.items or self.ended or self.closed):
+            if not (self.items or self.closed) and self.ended is None:
                 self._wake = wake
                 return
         wake()

@@ -274,12 +274,10 @@ def record_of_relay(
     **others: Any,  # fields of the record
 ) -> StageRecord:
     """Return the record of a relay's thread, which is busy when it does not sleep."""
-    sleeps = queue.sleeps
-    assert sleeps is not None
-    waited, blocked = sum(one.waited for one in waits), sleeps.blocks.waited
-    pauses = [one.latest for one in (sleeps.blocks, *waits)]
-    if sleeps.ended is not None:
-        ended = min(ended, sleeps.ended)
+    waited, blocked = sum(one.waited for one in waits), queue.blocks.waited
+    pauses = [one.latest for one in (queue.blocks, *waits)]
+    if queue.ended is not None:
+        ended = min(ended, queue.ended)
     since = max((ring[0][0] for ring in pauses if len(ring) >= REMEMBERED), default=began)
     return StageRecord(
         name=name,

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from hybridloader._support.store_use import StoreUse, start_counting, together, uses, uses_since
 from hybridloader._support.threads import turn_at_gil
-from hybridloader.engine.feed import RelayQueue, RelaySleeps
+from hybridloader.engine.feed import RelayQueue
 from hybridloader.fetching.on_error import ErrorBudget
 from hybridloader.observe.figures import Recording, StageRecord
 from hybridloader.observe.measures import LoopWaits, StageMeasures
@@ -148,10 +148,10 @@ class Observation(ABC):
         return StageTrace(self.trace, name, key, *of_the_stage, each=each)
 
     def relay(self, queue: RelayQueue) -> None:
-        """Record the sleeps at a relay's queue; to be called before the relay's thread starts."""
-        sleeps = queue.sleeps = RelaySleeps(queue.items)
-        traced(self.trace, "wait for room", sleeps.blocks)
-        traced(self.trace, "wait", sleeps.waits)
+        """Note each sleep at a relay's queue; to be called before the relay's thread starts."""
+        queue.blocks.brief = queue.waits.brief = 0.0
+        traced(self.trace, "wait for room", queue.blocks)
+        traced(self.trace, "wait", queue.waits)
 
     def budget(self, budget: ErrorBudget) -> None:
         """Add skipped and replaced items to the trace, if one runs."""

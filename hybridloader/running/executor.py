@@ -473,9 +473,7 @@ class Executor(Runner):
                 assert measures is not None
                 return [measures.waits]
             if node.path in self.relays:
-                sleeps = self.relays[node.path].relay.queue.sleeps
-                assert sleeps is not None
-                return [sleeps.waits]
+                return [self.relays[node.path].relay.queue.waits]
         return [one for branch in nodes[0].branches for one in self.waits_before(branch.nodes)]
 
     # -- ending ----------------------------------------------------------------------------------------

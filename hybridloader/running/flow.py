@@ -83,10 +83,7 @@ class RunningRelay:
     def replace(self, relay: Relay) -> None:
         """Put `relay` in the place of the one before it."""
         self.relay.shut()
-        before, queue = self.relay.queue, relay.queue
-        queue.count, queue.sleeps = before.count, before.sleeps
-        if queue.sleeps is not None:
-            queue.sleeps.begin_again(queue.items)
+        relay.queue.succeed(self.relay.queue)
         self.relay, self._beside = relay, []
 
     def couple(self, stage: StageItems) -> None:
