@@ -235,6 +235,7 @@ def _pull(
             taken.close()
         finally:
             queue.end(error)
+            del error  # its traceback has this very frame
 
 
 class Relay(Iterator[Any]):

@@ -76,7 +76,6 @@ class _QueuedResult(NamedTuple):
     found: Any = None
     size: int = 0
     error: Raised | None = None
-    final: bool = False
 
 
 class IndexFeed(Feed):
@@ -87,9 +86,7 @@ class IndexFeed(Feed):
 
     def __init__(self) -> None:
         # All the mutable state; filled by one thread and emptied by another:
-        self._indices: deque[Any] = deque()
-        self._ended = False
-        self._error: Raised | None = None
+        self._indices: deque[Any] = deque()  # at last the error or `StopIteration` of the source
         self._wake: Callable[[], None] | None = None
 
     def draw_from(self, source: Iterator[Any] | None) -> Iterator[Any] | None:
@@ -99,28 +96,26 @@ class IndexFeed(Feed):
         try:
             self._indices.append(next(source))
         except Exception as error:
-            if not isinstance(error, StopIteration):
-                self._error = Raised(error)
-            self._ended, source = True, None
+            ended = isinstance(error, StopIteration)  # whose traceback may refer to the sampler
+            self._indices.append(Raised(StopIteration() if ended else error))
+            source = None
         self._notify()
         return source
 
     def draw(self, most: int | None) -> Any:
-        if self._indices:
-            return self._indices.popleft()
-        if self._ended and not self._indices:
-            error, self._error = self._error, None
-            if error is not None:
-                error.throw()
-            raise StopIteration
-        raise no_answer(NotReady("the sampler is read when a batch is taken"))
+        if not self._indices:
+            raise no_answer(NotReady("the sampler is read when a batch is taken"))
+        index = self._indices.popleft()
+        if type(index) is Raised:
+            index.throw()
+        return index
 
     def ended_by(self, error: Exception) -> bool:
         return True  # as in torch, a sampler that has raised is not asked again
 
     def when_ready(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        if self._indices or self._ended:  # added in the meantime
+        if self._indices:  # added in the meantime
             self._notify()
 
     def _notify(self) -> None:
@@ -138,13 +133,9 @@ class _PinningIterator(Iterator[Any]):
     def __init__(self, stage: Stage, pinner: Pinner, first: int, waits: Waits | None) -> None:
         self._stage, self._pinner, self._epoch = stage, pinner, stage.epoch
         self._waits = waits
-        # All the mutable state:
-        self._number = first - 1
-        self._over = False
+        self._number = first - 1  # all the mutable state
 
     def __next__(self) -> _QueuedResult:
-        if self._over:
-            raise StopIteration
         stage, waits = self._stage, self._waits
         self._number += 1
         began = 0.0 if waits is None else perf_counter()
@@ -153,8 +144,9 @@ class _PinningIterator(Iterator[Any]):
         except StopIteration:
             raise
         except Exception as error:
-            self._over = stage.closed or is_ours(error, ENDS)
-            return _QueuedResult(*self._place, error=Raised(error), final=self._over)
+            if is_ours(error, ENDS):
+                raise
+            return _QueuedResult(*self._place, error=Raised(error))
         finally:
             if waits is not None:
                 waits.note(began, perf_counter())
@@ -197,7 +189,6 @@ class PinnedResults(Iterator[Any]):
         # All the mutable state:
         self.last = Last()
         self._source = source
-        self._failed = False  # by an error that ends the results
 
     def __next__(self) -> Any:
         if os.getpid() != self._thread.owner:
@@ -214,7 +205,6 @@ class PinnedResults(Iterator[Any]):
             if self._feed is not None:
                 self._source = self._feed.draw_from(self._source)
             if queued.error is not None:
-                self._failed = queued.final
                 queued.error.throw()
             found = queued.found
             return self._pinner.take(found) if type(found) is Sent else found
@@ -233,8 +223,7 @@ class PinnedResults(Iterator[Any]):
         except NotReady:
             raise no_answer(WorkerTimeout(self._stage.table.lateness(self._timeout))) from None
         except StopIteration:
-            if not self._failed:
-                raise
+            raise
         except IteratorClosed:
             pass
         except BaseException:  # the thread died, or an interrupt may have lost a batch
