@@ -60,10 +60,13 @@ def nothing_left(failures: Sequence[FailureRecord]) -> Attempt:
 
 
 def all_failed(
-    indices: Sequence[Any], error: Exception, failures: Sequence[FailureRecord]
+    asked: Sequence[Any], error: Exception, failures: Sequence[FailureRecord]
 ) -> Attempt:
     """Return the attempt at a batch whose good samples fail as a whole; `failures` came before."""
-    batch = [FailureRecord(index, place, Failure(error)) for place, index in enumerate(indices)]
+    failed = [failed.position for failed in failures if not failed.replaced]
+    gone = {place + before for before, place in enumerate(failed)}
+    good = (index for place, index in enumerate(asked) if place not in gone)
+    batch = [FailureRecord(index, place, Failure(error)) for place, index in enumerate(good)]
     return nothing_left(sorted([*failures, *batch], key=lambda failed: failed.position))
 
 

@@ -225,40 +225,24 @@ class LoaderFetcher(Fetcher):
 
     def _batch(self, asked: Sequence[Any], results: TaskResults) -> Attempt:
         """Return the good samples as a batch."""
-        indices, samples = asked, results.values
-        failures: list[FailureRecord] = []
-        if results.notes:
-            failures = results.failures
-            indices = _left(asked, failures)
-        if failures and not samples:
+        failures = results.failures
+        if failures and not results.values:
             return nothing_left(failures)
-        return self._collated(indices, samples, failures)
+        return self._collated(asked, results.values, failures)
 
     def _collated(
-        self, indices: Sequence[Any], samples: Any, failures: list[FailureRecord]
+        self, asked: Sequence[Any], samples: Any, failures: list[FailureRecord]
     ) -> Attempt:
         """Return `samples` as a batch; if they can't be collated, all of them have failed."""
         try:
-            return self._collate(samples), Outcome(_attempted(indices, failures), failures)
+            return self._collate(samples), Outcome(len(asked), failures)
         except Exception as error:
             if self._loop is None or not self._loop.skips:
                 raise
-            return all_failed(indices, foreign(error), failures)
+            return all_failed(asked, foreign(error), failures)
 
     def _collate(self, samples: Any) -> Any:
         return self._collate_fn(samples if self._batched else samples[0])
-
-
-def _attempted(good: Sequence[Any], failures: Sequence[FailureRecord]) -> int:
-    """Return the number of samples of a batch, of which `good` are left."""
-    return len(good) + len([failed for failed in failures if not failed.replaced])
-
-
-def _left(asked: Sequence[Any], failures: Sequence[FailureRecord]) -> list[Any]:
-    """Return the indices of the good samples."""
-    failed = [failed.position for failed in failures if not failed.replaced]
-    gone = {place + before for before, place in enumerate(failed)}
-    return [index for place, index in enumerate(asked) if place not in gone]
 
 
 # -- by index --------------------------------------------------------------------------------------
@@ -830,18 +814,18 @@ class ItemsFetcher(Fetcher):
         if rng is not None and self._by_item:
             if self._helpers is not None:
                 parts = self._helpers.map(self._alone, self._numbered(items), self._context)
-                return self._handed_over(self._loop.joined(parts))
+                return self._loop.joined(parts).hand_over(self._context)
             first = rng.first_item
             walk = rng.enter(items, lambda place: b"%d" % (first + place))
             try:
                 results = self._loop.run(walk, spared=spared)
             finally:
                 rng.leave()
-            return self._handed_over(results)
+            return results.hand_over(self._context)
         items = self._numbered(items)
         if self._coroutines is not None:
             items = self._coroutines.through(items)
-        return self._handed_over(self._loop.run(items, spared=spared))
+        return self._loop.run(items, spared=spared).hand_over(self._context)
 
     def _numbered(self, items: list[Any]) -> list[Any]:
         rng = self._rng
@@ -853,11 +837,6 @@ class ItemsFetcher(Fetcher):
         if rng is None or not self._by_item:
             return loop.alone
         return lambda pair: rng.call(SAMPLE, b"%d" % pair[1], loop.alone, pair[0])
-
-    def _handed_over(self, results: TaskResults) -> Any:
-        if results.notes or results.uneven:
-            return results.hand_over(self._context)
-        return results.values
 
     def begin(self, items: Any, ring: Callable[[], None]) -> StartedTask:
         if self._helpers is None:
@@ -875,13 +854,13 @@ class ItemsFetcher(Fetcher):
 
     def assemble(self, samples: Any, index: Any) -> Any:
         if self._helpers is not None:
-            return self._handed_over(self._loop.joined(samples))
+            return self._loop.joined(samples).hand_over(self._context)
         if self._coroutines is not None:
-            return self._handed_over(self._loop.run(samples))
+            return self._loop.run(samples).hand_over(self._context)
         self._samples = samples
         results = self._rest((self._numbered(index) if self._opened[1:] else index)[0])
         results.end_item()
-        return self._handed_over(results)
+        return results.hand_over(self._context)
 
     def _made(self, index: Any) -> Any:
         """Return the batch of the samples of the task that is assembled."""
