@@ -184,7 +184,7 @@ class ReadersFetch(Fetch):
             return part_of(self.dataset() if is_made_here else self.dataset, self.share)
 
         rng = context.rng
-        items = make() if rng is None else rng.seeded_shard(make, later=True)
+        items = make() if rng is None else rng.seeded_shard(make)
         dataset = self.dataset if self.private else None
         return SourceFetcher(items, self.on_error, context, dataset)
 
@@ -573,43 +573,23 @@ class SourceFetcher(ShardReader):
     unit = "item"
 
     def __init__(
-        self, items: Iterator[Any], on_error: Policy | None, context: TaskContext, dataset: Any
+        self,
+        items: Iterator[Any],
+        on_error: Policy | None,
+        context: TaskContext,
+        dataset: Any,  # None if a function makes the iterable
     ) -> None:
         super().__init__(items, context, under_policy=on_error is not None)
-        self._dataset = dataset  # None if a function makes the iterable
         policy = seeded(on_error, context.rng)
         self._loop = ItemLoop([("map", self._next)], policy, context, what="the next item")
-        # All the mutable state:
-        self._closed = isinstance(items, SeededIterator)  # True until the iterator is opened
-        self._start: ShardStart | None = None  # where the opened iterator resumes
-        if not self._closed:
-            self._take_states()
-
-    def _take_states(self) -> None:
-        samples = innermost(self._samples)
+        samples = innermost(items)
         # Its position follows from the starts of its shards.
         if isinstance(samples, NamedShardsIterator):
             samples.entered = []
         else:
-            self.states = states_of(self._dataset, samples)
-
-    def resume(self, start: ShardStart) -> None:
-        if self._closed:
-            self._start = start
-        else:
-            super().resume(start)
+            self.states = states_of(dataset, samples)
 
     def fetch(self, most: int) -> Any:
-        if self._closed and isinstance(self._samples, SeededIterator):
-            self._closed, self.ended = False, True
-            self._samples.open()  # if it raises, the task has this error and the shard ends
-            self.ended = False
-            self._take_states()
-            start, self._start = self._start, None
-            if start is not None:
-                super().resume(start)
-                if self.states is not None and start.stateful:
-                    self.states.resume(start.results_since)
         first, asked = self.position, list[int]()
         if self._lost is None:
             asked, results = self._read(self._loop, most, _READING)

@@ -365,16 +365,14 @@ class SampleRng:
         return lambda samples: self.call(COLLATE, now.first or b"", collate_fn, samples)
 
     def seeded_shard(
-        self, make: Callable[[], Iterator[Any]], *, later: bool = False, entered: bool = False
+        self, make: Callable[[], Iterator[Any]], *, entered: bool = False
     ) -> Iterator[Any]:
         """Return the iterator that `make` returns, with each sample seeded by its number in this shard.
 
-        With `later`, `SeededIterator.open` makes the iterator, once its epoch is known; otherwise it is
-        made at once. `entered` is true if the iterator is read between `enter` and `leave`.
+        `entered` is true if the iterator is read between `enter` and `leave`.
         """
         worker = b"%d/" % self.worker
-        made = None if later else self.call(OPEN, worker, make)
-        return SeededIterator(self, worker, made, make)
+        return SeededIterator(self, worker, self.call(OPEN, worker, make))
 
     def shard_key(self, position: int) -> bytes:
         return b"%d/%d" % (self.worker, position)
@@ -437,35 +435,20 @@ class SeededDataset:
 class SeededIterator(Iterator[Any]):
     """Iterator that seeds each ``next()`` by its number."""
 
-    def __init__(
-        self,
-        rng: SampleRng,
-        prefix: bytes,
-        wrapped: Iterator[Any] | None,
-        make: Callable[[], Iterator[Any]] | None = None,
-    ) -> None:
-        self._rng, self._prefix, self._make = rng, prefix, make
-        # All the mutable state:
-        self.wrapped: Any = wrapped  # the user's iterator; None until `open` makes it
-        self.number = 0  # of the next sample
+    def __init__(self, rng: SampleRng, prefix: bytes, wrapped: Iterator[Any]) -> None:
+        self._rng, self._prefix = rng, prefix
+        self.wrapped = wrapped  # the user's iterator
+        self.number = 0  # of the next sample; all the mutable state
 
     def __next__(self) -> Any:
         number = self.number
         self.number = number + 1
         return self._rng.call(SAMPLE, self._prefix + b"%d" % number, next, self.wrapped)
 
-    def open(self) -> None:
-        """Make the user's iterator if it is not made yet."""
-        if self.wrapped is None:
-            assert self._make is not None
-            self.wrapped = self._rng.call(OPEN, self._prefix, self._make)
-
 
 def innermost(samples: Iterator[Any]) -> Any:
     """Return the user's iterator, without a `SeededIterator` around it."""
-    if isinstance(samples, SeededIterator) and samples.wrapped is not None:
-        return samples.wrapped
-    return samples
+    return samples.wrapped if isinstance(samples, SeededIterator) else samples
 
 
 _awaited: set[tuple[int, str]] = set()

@@ -589,8 +589,8 @@ class ThreadSampleRng(SampleRng):
         return lambda index: call(kind, partial(key, index), function, index)
 
     def seeded_shard(
-        self, make: Callable[[], Iterator[Any]], *, later: bool = False, entered: bool = False
+        self, make: Callable[[], Iterator[Any]], *, entered: bool = False
     ) -> Iterator[Any]:
         if entered:
             return self.call(OPEN, b"%d/" % self.worker, make)
-        return super().seeded_shard(make, later=later)
+        return super().seeded_shard(make)

@@ -250,6 +250,22 @@ def test_a_shard_is_read_on_behind_what_was_delivered(
     assert replaced == run(tmp_path)
 
 
+@pytest.mark.parametrize("seeding", ["worker", "sample"])
+def test_a_reader_of_a_pipeline_reads_on_behind_what_was_delivered(
+    seeding: str, tmp_path: Path
+) -> None:
+    pipe = Pipeline.from_iterable(
+        Shards(Once(tmp_path)),
+        backend="fork",
+        num_workers=2,
+        seeding=seeding,
+        on_worker_death="restart",
+    )
+    with pipe.run() as run:
+        assert list(run) == [reader + n for n in range(LENGTH // 2) for reader in (0, 100)]
+    assert len(os.listdir(tmp_path)) == 4
+
+
 def test_stages_replace_their_workers_and_what_went_from_one_to_the_next_is_sent_again(
     tmp_path: Path,
 ) -> None:
