@@ -356,7 +356,7 @@ class TaskBatching(Feed):
         self._when_ready = attribute(items, "when_ready")
         self._forwarded, self._least = forwarded, least
         self._most = max(MOST, least) if most is None else min(max(MOST, least), most)
-        self._others: list[TaskBatching] = []
+        self.later: TaskBatching | None = None  # of the stage that gets the results undivided
         # All the mutable state:
         self.size = min(least, self._most)
         self._items = self._seconds = 0.0  # of earlier tasks, with decaying weight
@@ -374,10 +374,6 @@ class TaskBatching(Feed):
             fitting = MOST_BYTES * items // nbytes
         self.size = min(self._most, max(self._least, min(fitting, 2 * self.size)))
 
-    def no_larger_than(self, other: TaskBatching) -> None:
-        """Give no more at a time than `other` would, from now on."""
-        self._others.append(other)
-
     def draw(self, most: int | None) -> Any:
         if self._put_back:
             return self._put_back.popleft()
@@ -388,7 +384,7 @@ class TaskBatching(Feed):
         if self._forwarded and is_forwarded(item):
             return item
         found = [item]
-        size = min([self.size, *(other.size for other in self._others)])
+        size = self.size if self.later is None else min(self.size, self.later.size)
         if most is not None:
             size = min(size, most)
         if size > 1:

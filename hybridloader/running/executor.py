@@ -834,7 +834,7 @@ class ChainPass:
         if relay is not None:
             relay.couple(found)
             if relay.stage is not None and relay.stage.forwarded:
-                relay.stage.batching.no_larger_than(batching)  # its results can't be divided here
+                relay.stage.batching.later = batching
         found.begin(batching, changes, self.epoch, begins.taken)
         return found
 
