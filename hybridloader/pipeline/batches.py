@@ -480,11 +480,9 @@ class BucketByIterator(_CollatingIterator, NotingIterator):
         )
         self._held = 0  # bit k: whether item `_oldest` + k is held
         self._again = 0  # number of the first item that did not come before the state was taken
-        self._wanted = frozenset[int]()  # numbers of those before it that were held
         if context.saved is not None and context.needed is not None:
             self._oldest, self._again, text = context.saved.value
-            self._held = unpacked(text, rules.name)
-            self._taken, self._wanted = self._oldest, frozenset(context.needed.numbers)
+            self._held, self._taken = unpacked(text, rules.name), self._oldest
         self._given = context.start  # batches and errors
         self._log = context.log(self._entry(), _bucket_state)
 
@@ -517,11 +515,9 @@ class BucketByIterator(_CollatingIterator, NotingIterator):
             except Exception as error:
                 self._taken += counts_as_item(error)
                 if number < self._again and counts_as_item(error):
-                    continue  # it was raised before
+                    continue  # it was raised before, or is not needed again
                 raise
             self._taken += 1
-            if number < self._again and number not in self._wanted:
-                continue
             try:
                 key = rules.key(item)
             except Exception as error:
