@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -100,15 +101,10 @@ class JoinIterator(Iterator[Any]):
             raise
 
     def close(self) -> None:
-        """Close them all, also when closing another fails; raise the first failure. Idempotent."""
-        first: Raised | None = None
-        for branch in self._opened:
-            try:
-                close(branch)
-            except BaseException as error:
-                first = first or Raised(error)
-        if first is not None:
-            first.throw()
+        """Close them all, also when closing another fails, the last first. Idempotent."""
+        with ExitStack() as stack:
+            for branch in self._opened:
+                stack.callback(close, branch)
 
 
 @dataclass(frozen=True)
