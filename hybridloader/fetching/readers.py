@@ -204,7 +204,7 @@ class LoaderFetcher(Fetcher):
         helpers: Fanout | None = None,
     ) -> None:
         self._context, self.rng = context, context.rng
-        self._batched = work.batched
+        self._batched, self.tolerant = work.batched, work.on_error is not None
         collate_fn = work.collate_fn
         if self.rng is not None and not is_default_collate(collate_fn):  # which draws nothing
             collate_fn = self.rng.seeded_collate(collate_fn)
@@ -213,11 +213,6 @@ class LoaderFetcher(Fetcher):
         if work.on_error is not None:
             policy = seeded(work.on_error, self.rng)
             self._loop = ItemLoop([("map", read)], policy, context, helpers, batch=True)
-
-    @property
-    def tolerant(self) -> bool:
-        """True if it has a policy."""
-        return self._loop is not None
 
     def _answer(self, attempt: Attempt) -> Any:
         self._context.add("outcome", attempt[1])
@@ -266,6 +261,11 @@ class IndexedFetcher(LoaderFetcher):
             self._dataset = SeededDataset(rng, dataset, whole=self._whole)
             if self._whole or not rng.seeds_in_turn:
                 self._in_turn = self._dataset
+        # A `__getitems__` that only forwards the call can't attribute errors to samples, so samples
+        # are read one by one if the sample must be known.
+        self._many: Any = None
+        if self._whole or (batched and rng is None and not context.tracked):
+            self._many = attribute(self._in_turn, "__getitems__")
 
     def fetch(self, index: Any) -> Any:
         if self._loop is not None:
@@ -287,14 +287,8 @@ class IndexedFetcher(LoaderFetcher):
         if self._helpers is not None:
             sample = context.timed("sample", self.sample, SEEN)
             return self.assemble(self._helpers.map(sample, index, context, "sample"), index)
-        try:
-            many = getattr(dataset, "__getitems__", None)
-        except Exception:  # raised by the `__getattr__` of the dataset
-            many = attribute(dataset, "__getitems__")
-        # A `__getitems__` that only forwards the call can't attribute errors to samples, so samples
-        # are read one by one if the sample must be known.
-        if many and (self._whole or (rng is None and not context.tracked)):
-            return self._collate_fn(many(index))
+        if self._many is not None:
+            return self._collate_fn(self._many(index))
         samples: list[Any] = []
         indices, one = index if rng is None else rng.enter(index), None
         try:
