@@ -130,11 +130,6 @@ class Description:
     rng: Any
     worker_method: str
 
-    def in_torchs_words(self) -> WorkerInfo:
-        from torch.utils.data._utils.worker import WorkerInfo
-
-        return WorkerInfo(**vars(self))
-
 
 def set_process_info(info: Any) -> None:
     """Make `info` the answer on every thread of this process: it belongs to one worker."""
@@ -149,7 +144,7 @@ def _teach_process() -> None:
     _teach_torch()
     info: Any = _Current.info
     if isinstance(info, Description):
-        _Current.info = info.in_torchs_words()
+        _Current.info = worker.WorkerInfo(**vars(info))
     torchs: Any = worker
     torchs._worker_info = _Current.info  # for code that reads it; a process has one worker
 
@@ -653,11 +648,6 @@ class Worker:
         """True if its threads, or coroutines, may fetch the samples of several tasks at a time."""
         return self._spec.overlaps
 
-    @property
-    def at_once(self) -> int:
-        """Number of samples that are fetched at a time if it `overlaps`."""
-        return self._spec.fetch.coroutines or self._spec.fetch.threads
-
     def wake(self) -> None:
         """Have it look for messages while its own thread fetches samples. From any thread."""
         fetcher = self._fetcher
@@ -683,7 +673,8 @@ class Worker:
     def _fetched(self, message: Fetched) -> Event | None:
         """Answer a task whose samples this worker's threads, or coroutines, have fetched."""
         task, samples = message
-        spent = sum(samples.seconds) / self.at_once
+        fetch = self._spec.fetch
+        spent = sum(samples.seconds) / (fetch.coroutines or fetch.threads)  # that work at a time
         if self.meter is not None:
             now = perf_counter()
             self.meter.part(now - spent, now, here=False)
@@ -809,7 +800,11 @@ class Worker:
             rng = self._rng.info_rng(rng)
         seed, method = spec.base_seed + self.worker, self._seeds.method
         info = Description(self.worker, spec.workers, seed, spec.fetch.dataset, rng, method)
-        return info.in_torchs_words() if "torch" in sys.modules else info
+        if "torch" not in sys.modules:
+            return info
+        from torch.utils.data._utils.worker import WorkerInfo
+
+        return WorkerInfo(**vars(info))
 
 
 def _sample_rng_of(spec: WorkerSpec, worker: int, seeds: WorkerSeeds) -> SampleRng | None:
