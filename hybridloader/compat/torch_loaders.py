@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hybridloader._support import system
-from hybridloader._support.text import short, warn_once
+from hybridloader._support.text import first_few, short, warn_once
 from hybridloader._support.torch_env import when_imported
 from hybridloader._support.user_objects import attribute
 from hybridloader.engine.contract import get_backend
@@ -122,10 +122,9 @@ def _refuse(loader: Any) -> None:
     own = {name for k in kind.__mro__ if k not in known for name in vars(k)}
     lost = sorted(own - _NOT_LOST)
     if lost:
-        shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
         raise TypeError(
-            f"{kind.__name__} is a subclass of torch's DataLoader that defines {shown}, which "
-            f"a plain hybridloader.DataLoader would not have; {_way(kind, lost)}"
+            f"{kind.__name__} is a subclass of torch's DataLoader that defines {first_few(lost)}, "
+            f"which a plain hybridloader.DataLoader would not have; {_way(kind, lost)}"
         )
 
 

@@ -221,11 +221,6 @@ class LeftOut(HybridLoaderError):
     """Place of an item that is `not_needed`. No user ever gets this error."""
 
 
-def goes_astray(error: BaseException) -> bool:
-    """Return True if the number of items that `error` stands for is unknown."""
-    return place_of(error) == "astray"
-
-
 def not_needed() -> LeftOut:
     """Return the place of an item that a resumed run does not make again: see `Operator.needed`."""
     place = LeftOut()
@@ -440,9 +435,7 @@ class ResultQueue(Iterator[Any]):
         self.between.extend((added + note.position, note, worker) for note in notes)
         self.results.extend(results)
         self._added = added + len(results)
-        return len(results) + sum(
-            note.item is not None and not self._may_skip(note) for note in notes
-        )
+        return len(results) + sum(map(self._takes_place, notes))
 
     def gone_of(self, notes: Sequence[Note]) -> list[int]:
         """Return the numbers, among the values and notes of a task, of the notes that take no place."""
@@ -505,4 +498,4 @@ class ResultQueue(Iterator[Any]):
         """Return True if the sample that failed is left out, and its error not raised."""
         skips = self._budget is not None and self._budget.skips
         # The rest of a shard is more than one sample, and no sample of it was attempted.
-        return skips and not goes_astray(note.failures[0].failure.exception)
+        return skips and place_of(note.failures[0].failure.exception) != "astray"
