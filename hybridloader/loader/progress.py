@@ -78,8 +78,6 @@ class Progress:
         have its state. `ShardStart.again` is a list that grows."""
         self.last_worker = -1  # worker of the result that was returned last; -1 if there was none
         self.finished = False  # True if the caller has reached the end of the epoch
-        self.first: tuple[int, ...] = ()
-        """Workers that must be asked first and have not answered."""
         self.exhausted: Mapping[int, Exhausted] = {}
         """Ends of shards, by worker; their last results may still be in flight."""
         self.division: ShardDivision | None = None
@@ -176,8 +174,6 @@ class Progress:
         self._seq = seq
         worker = self.last_worker = last.worker
         self._rereading[worker] = 0
-        if worker in self.first:
-            self.first = tuple(w for w in self.first if w != worker)
         state = None
         if last.extras is not None or self.iterable:
             extras = last.extras or {}

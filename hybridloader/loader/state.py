@@ -43,7 +43,7 @@ from hybridloader._support.text import INFO, log, warn, warn_once
 from hybridloader._support.torch_env import is_datapipe, seed_datapipe
 from hybridloader._support.user_objects import described, has, length_of
 from hybridloader.engine.dataset_state import ShardStart, undo_load
-from hybridloader.engine.scheduler import ACTIVE, Dispatch, Scheduler, round_robin
+from hybridloader.engine.scheduler import Dispatch, Scheduler, round_robin
 from hybridloader.errors import StateError
 from hybridloader.fetching.shards import ShardDivision, merged
 from hybridloader.loader.plan import LoaderPlan
@@ -93,7 +93,6 @@ class ResumePoint:
     """Items of the sampler that are fetched again before it continues."""
     starts: tuple[ShardStart, ...] = ()
     """Starts of workers that read an iterable dataset, or have the dataset's state."""
-    first: tuple[int, ...] = ()  # workers that are asked first, in this order
     last: int = -1  # worker whose turn was last
     discard: int = 0  # number of batches to make and drop, if there is no other way to the position
     division: ShardDivision | None = None
@@ -174,7 +173,6 @@ def written(plan: LoaderPlan, progress: Progress, where: str) -> dict[str, Any]:
             "share": None if iterable else plan.samplers.share,
             "since": 0 if checkpoint is None else count - checkpoint.number,
             "whole": copied(whole) if whole else [],
-            "first": [] if over else list(progress.first),
             "behind": [number for number, start in enumerate(progress.places) if start.next_epoch],
             "shards": division and division.state_after(None if where == END else starts),
         },
@@ -221,7 +219,7 @@ _OWN_FIELDS = Schema(
     (COUNT, "epoch samples since? again?"),
     (among(START, WITHIN, END), "at"),
     (list_of(among("iter", "seed"), "a list of 'iter' and 'seed'"), "steps later?"),
-    (LIST, "counts whole first behind?"),
+    (LIST, "counts whole behind?"),
     (ANY, "start sampler_epoch generators check shards?"),
     version=VERSION,
 )
@@ -369,7 +367,6 @@ def _read_workers(
             f"_num_workers is {state['_num_workers']} in the state and {plan.num_workers} in this "
             f"loader: {why}"
         )
-    resume.first = tuple(own["first"])
     if edited and own["kind"] == "iterable":
         if resume.division is not None and not resume.division.whole:
             raise StateError(
@@ -377,8 +374,8 @@ def _read_workers(
                 "ranks before: no batches can be counted from its beginning; load the state as it was "
                 "saved"
             )
-        resume.first, resume.last = (), -1
-        resume.discard, resume.count, resume.yielded = resume.count, 0, 0
+        resume.last, resume.discard = -1, resume.count
+        resume.count = resume.yielded = 0
         return
     starts, behind = [], own.get("behind", ())
     for number in range(workers):
@@ -456,7 +453,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return dict(copied(dict(states[0])))
     found = dict(copied(dict(states[ended.index(False)])))
     found.update(_worker_snapshots={}, _last_yielded_worker_id=-1, _iterator_finished=False)
-    found[OWN].update(at=WITHIN, first=[], behind=[], shards=shards)
+    found[OWN].update(at=WITHIN, behind=[], shards=shards)
     return found
 
 
@@ -470,22 +467,16 @@ def _frozen(state: Any) -> Any:
 
 
 class ResumedDispatch:
-    """Rule of dispatch, with an exception for the first tasks of a resumed epoch."""
+    """Rule of dispatch, with an exception for the first task of a resumed epoch."""
 
     def __init__(self, rule: Dispatch) -> None:
         self._rule = rule
-        self.first: tuple[int, ...] = ()
-        """Workers that get the first tasks, in order."""
         self.last: int | None = None
-        """Worker whose turn was before the task after these; None: the rule alone decides."""
+        """Worker whose turn was before that task; None: the rule alone decides."""
 
     def __call__(self, scheduler: Scheduler) -> int | None:
-        if self.last is not None:
-            given, states = scheduler.next_in - scheduler.first, scheduler.workers
-            if given < len(self.first) and states[self.first[given]] in ACTIVE:
-                return self.first[given]
-            if given == len(self.first):
-                return round_robin(scheduler, self.last)
+        if self.last is not None and scheduler.next_in == scheduler.first:
+            return round_robin(scheduler, self.last)
         return self._rule(scheduler)
 
 
@@ -642,7 +633,7 @@ class PassStart:
                 made.at = resume.count - 1, UNKNOWN, state and SamplerCheckpoint(number, state)
             if resume.starts:
                 made.resume_workers(resume.starts)
-            made.first, made.last_worker = resume.first, resume.last
+            made.last_worker = resume.last
         record.progress, record.loaded, record.begun = made, None, self.epoch
         return made
 
@@ -664,15 +655,12 @@ class PassStart:
         return chain(repeated, progress.logged_with_states(indices, *access))
 
     def direct(self, dispatch: ResumedDispatch) -> None:
-        """Have `dispatch` give the first tasks to the workers whose turn it is."""
-        dispatch.first, dispatch.last = (), None
-        resume = self.resume
-        if resume.begins not in (Begins.HERE, Begins.EMPTY):
-            return
-        if self._plan.iterable:
-            dispatch.first, dispatch.last = resume.first, resume.last
-        else:
+        """Have `dispatch` give the first task to the worker whose turn it is."""
+        resume, dispatch.last = self.resume, None
+        if resume.begins in (Begins.HERE, Begins.EMPTY):
             dispatch.last = (resume.count - len(resume.whole) - 1) % self._plan.readers
+            if self._plan.iterable:
+                dispatch.last = resume.last
 
     @cached_property
     def division(self) -> ShardDivision | None:

@@ -431,7 +431,6 @@ def _add_own_fields(
         "share": None,
         "since": 0,
         "whole": [],
-        "first": [],
         "behind": [*range(len(places))] if finished else [],
         "again": 0 if finished else again,
     }
