@@ -88,11 +88,8 @@ class Cache(Operator):
                 f"{self.name}: fingerprint must be a text, not {short(self.fingerprint)}"
             )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "fingerprint": self.fingerprint, "ranks": self.ranks}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        settle(self, **state, _kept=[])
+    def __reduce__(self) -> Any:
+        return Cache, (self.path, self.fingerprint, self.ranks)
 
     def ready(self) -> bool:
         """Return True if a whole epoch is kept, so that the steps before are not needed."""

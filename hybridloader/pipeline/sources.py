@@ -48,7 +48,6 @@ from hybridloader.running.operator import (
     Source,
     Where,
     check_flags,
-    settle,
     settle_whole,
 )
 from hybridloader.seeding.sample_rng import SampleSeeding
@@ -218,11 +217,8 @@ class Items(Source):
     def read_once(self) -> bool:  # type: ignore[override]
         return hasattr(type(self.source), "__next__")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"source": self.source}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        settle(self, **state, _begun=[])
+    def __reduce__(self) -> Any:
+        return Items, (self.source,)
 
     def start(self, context: Context) -> Iterator[Any]:
         source = self.source
