@@ -182,9 +182,9 @@ class Executor(Runner):
         self._drawn = dict(start.draws)  # seeds, by the path of a source's chain: see `draw`
         super().__init__()
         self._number = next(_numbers)  # that of its stages in a trace
-        self.closed = TaskContext()
         self.left = TaskContext()  # cancelled when the running epoch is ended
         # All the mutable state:
+        self.closed = False
         self.stages: dict[Path, RunningStage] = {}
         self.failure_log = FailureLog()  # of what was skipped
         self._epochs: dict[Path, int] = {}  # of sources that workers read
@@ -294,7 +294,7 @@ class Executor(Runner):
 
     def _check_open(self, stage: Stage | None = None) -> None:
         """Raise `IteratorClosed` if all has ended, and close the stage that came too late."""
-        if self.closed.cancelled:
+        if self.closed:
             if stage is not None:
                 stage.close()
             raise no_answer(IteratorClosed("the pipeline was closed"))
@@ -498,10 +498,10 @@ class Executor(Runner):
 
     def close(self) -> None:
         if os.getpid() != self.owner:  # a fork may have copied a held lock
-            self.closed.cancelled = self.left.cancelled = True
+            self.closed = self.left.cancelled = True
             return
         with self._ending:  # no relay comes after this
-            self.closed.cancelled = self.left.cancelled = True
+            self.closed = self.left.cancelled = True
         if self.observation is not None:
             self.observation.end()
         super().close()
@@ -597,7 +597,7 @@ class ChainPass:
     def relayed(self, node: Node) -> bool:
         """Return True if the thread of a relay pulls the items of `node`."""
         behind = self.plan.nodes[node.path[-1] + 1 :]
-        return self.within_relay or any(isinstance(one, RelayNode) for one in behind)
+        return self.within_relay or RelayNode in map(type, behind)
 
     def open(self, start: Offset, at: int | None = None) -> Iterator[Any]:
         """Open the nodes up to number `at`, None being the last, and start the relays among them."""

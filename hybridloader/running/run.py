@@ -453,7 +453,7 @@ class PipelineLoader:
     def _started(self, *, idle: bool = False) -> Executor:
         """Start the workers if they do not run; `idle` if they will have nothing to do."""
         executor = self._executor
-        if self._closed or (executor is not None and executor.closed.cancelled):
+        if self._closed or (executor is not None and executor.closed):
             raise no_answer(IteratorClosed("these epochs are closed"))
         if executor is None:
             executor = self._executor = executor_of(
