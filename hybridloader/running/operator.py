@@ -14,7 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypedDict
 
 from hybridloader._support.text import (
     beginning,
@@ -575,9 +575,7 @@ SEED = "give an int from 0 up, or None for the seed of the run"  # request in er
 # -- iterators: each has all its mutable state in plain attributes, and never runs a thread ------------
 
 
-def nothing() -> NoReturn:
-    """Raise `StopIteration`: the ``__next__`` of an iterator that has ended."""
-    raise StopIteration
+nothing = iter(()).__next__  # that of an iterator which has ended
 
 
 class OperatorIterator(Iterator[Any]):
@@ -611,11 +609,9 @@ class OperatorIterator(Iterator[Any]):
     def close(self) -> None:
         """Give up the rest, close the iterator before, and let it go with its buffers. Idempotent."""
         self._end()
-        # Called here: one more function would double the nested calls of a long chain.
-        shut = attribute(self._items, "close") if self.owns else None
-        self._items = iter(())
-        if shut is not None:
-            shut()
+        items, self._items = self._items, iter(())
+        if self.owns:
+            close(items)
 
 
 class GeneratorIterator(OperatorIterator):
