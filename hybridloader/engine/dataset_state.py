@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from hybridloader._support.states import ASKED, Cadence, Frozen, Given, is_stateful, is_stream, kept
-from hybridloader._support.text import warn
+from hybridloader._support.text import warn_once
 from hybridloader._support.user_objects import attribute, has, text_of
 
 
@@ -116,7 +116,6 @@ class DatasetChanges:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._before = bindings(dataset)
-        self._warned: set[Path] = set()
 
     def changes(self) -> tuple[Change, ...]:
         """Return the attributes that were rebound since the last call."""
@@ -125,25 +124,24 @@ class DatasetChanges:
         for path, (value, by_epoch) in self._before.items():
             if path in before and _same(before[path][0], value):
                 continue
-            if plain(value) or (by_epoch and self._picklable(path, value)):
+            if plain(value) or (by_epoch and _picklable(path, value)):
                 found.append((path, value))
         return tuple(found)
 
-    def _picklable(self, path: Path, value: Any) -> bool:
-        try:
-            pickle.dumps(value)
-        except Exception as error:  # a foreign `__reduce__` may raise any error
-            if path not in self._warned:
-                self._warned.add(path)
-                where = ".".join(map(str, path))
-                warn(
-                    f"attribute {where!r} of the dataset was rebound, but its new value can't be "
-                    f"pickled ({text_of(error)}), so the persistent workers keep the old one; make it "
-                    "picklable, or use persistent_workers=False",
-                    "rebound-attribute",
-                )
-            return False
-        return True
+
+def _picklable(path: Path, value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception as error:  # a foreign `__reduce__` may raise any error
+        where = ".".join(map(str, path))
+        warn_once(
+            f"attribute {where!r} of the dataset was rebound, but its new value can't be pickled "
+            f"({text_of(error)}), so the persistent workers keep the old one; make it picklable, or use "
+            "persistent_workers=False",
+            "rebound-attribute",
+        )
+        return False
+    return True
 
 
 def apply(dataset: Any, changes: tuple[Change, ...]) -> None:
@@ -156,11 +154,7 @@ def apply(dataset: Any, changes: tuple[Change, ...]) -> None:
             continue  # an object that was attached after this copy was made
         name = path[-1]
         assert isinstance(name, str)
-        if not _same(attribute(target, name, _MISSING), value):
-            object.__setattr__(target, name, value)
-
-
-_MISSING = object()  # stands for the value of an attribute that an object does not have
+        object.__setattr__(target, name, value)
 
 
 def _same(a: Any, b: Any) -> bool:
