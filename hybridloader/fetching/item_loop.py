@@ -29,7 +29,7 @@ from hybridloader._support.torch_env import (
     one_thread_on_this_thread,
     renew_autograd_engine,
 )
-from hybridloader._support.user_objects import Failure, add_note, foreign
+from hybridloader._support.user_objects import Failure, add_note, foreign, place_of
 from hybridloader.engine.messages import Abandoned, GivenUp, TaskContext
 from hybridloader.engine.worker import SharedItems, get_worker_info, set_worker_info
 from hybridloader.fetching.on_error import FailureRecord, Note, Policy, Replace, Retry, Skip, final
@@ -82,19 +82,24 @@ class NoItem(BaseException):
 class TaskResults:
     """Values of one task until now, and notes on its failures."""
 
-    __slots__ = ("_ended", "_surplus", "notes", "uneven", "values")
+    __slots__ = ("_ended", "_placed", "_surplus", "notes", "uneven", "values")
 
     def __init__(self) -> None:
         self.values: list[Any] = []
         self.notes: list[Note] = []
         self.uneven: list[tuple[int, int]] = []
-        """(number of the item, values and notes) of each item that has not exactly one of these."""
-        self._ended = 0  # values and notes of items that have ended; see `end_item`
+        """(number of the item, values and errors in places) of each item that has not exactly one."""
+        self._placed = 0  # notes of errors that come in the places of items
+        self._ended = 0  # values, and such notes, of items that have ended; see `end_item`
         self._surplus = 0
+
+    def note(self, note: Note) -> None:
+        self.notes.append(note)
+        self._placed += note.takes_a_place
 
     def end_item(self) -> None:
         """Note that all values and notes of one more item of the task are there."""
-        units = len(self.values) + len(self.notes)
+        units = len(self.values) + self._placed
         own = units - self._ended
         if own != 1:
             self.uneven.append((self._ended - self._surplus, own))
@@ -103,7 +108,7 @@ class TaskResults:
 
     def end_items(self) -> None:
         """Note that all items whose values and notes are there had one of these each."""
-        self._ended = len(self.values) + len(self.notes)
+        self._ended = len(self.values) + self._placed
 
     @property
     def failures(self) -> list[FailureRecord]:
@@ -116,7 +121,7 @@ class TaskResults:
             failures = [
                 failed._replace(position=before + failed.position) for failed in note.failures
             ]
-            self.notes.append(note._replace(position=before + note.position, failures=failures))
+            self.note(note._replace(position=before + note.position, failures=failures))
 
     def hand_over(self, context: TaskContext) -> list[Any]:
         """Return the value of the task, and put the notes beside it."""
@@ -263,9 +268,7 @@ class ItemLoop:
                     item, outcome = found
                     whole = not outcome.empty  # the batch counts as one item
                     attempted, failures = outcome.attempted - whole, outcome.failures
-                    results.notes.append(
-                        Note(len(results.values), attempted, failures, None, whole)
-                    )
+                    results.note(Note(len(results.values), attempted, failures, None, whole))
                     if not whole:
                         return
                 elif kind == "flat_map":
@@ -377,7 +380,10 @@ class ItemLoop:
             index = index if type(index) in (int, str) else shown
             in_place = None if replaced else shown
         failed = FailureRecord(index, place, Failure(error), replaced)
-        results.notes.append(Note(place, 0 if replaced else 1, [failed], in_place, replaced))
+        # The rest of a shard is more than one sample, and no sample of it was attempted.
+        left_out = self.skips and place_of(error) != "astray"
+        attempted = 0 if replaced else 1
+        results.note(Note(place, attempted, [failed], in_place, replaced, left_out))
 
     def _foreign(self, error: Exception) -> Exception:
         return foreign(error) if self._batch else foreign(error, "a function of a pipeline")

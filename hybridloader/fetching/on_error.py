@@ -13,7 +13,6 @@ from hybridloader._support.user_objects import (
     Raised,
     described,
     mark,
-    place_of,
     repr_of,
     twin,
 )
@@ -41,6 +40,12 @@ class Note(NamedTuple):
     failures: Sequence[FailureRecord]
     item: str | None = None  # short repr, if the failure replaces this item; None: only counted
     follows: bool = False  # one of these samples is the next result, and counts with it
+    left_out: bool = False  # nothing comes in the place of the item
+
+    @property
+    def takes_a_place(self) -> bool:
+        """True if an error comes in the place of an item."""
+        return self.item is not None and not self.left_out
 
 
 class Outcome(NamedTuple):
@@ -435,17 +440,7 @@ class ResultQueue(Iterator[Any]):
         self.between.extend((added + note.position, note, worker) for note in notes)
         self.results.extend(results)
         self._added = added + len(results)
-        return len(results) + sum(map(self._takes_place, notes))
-
-    def gone_of(self, notes: Sequence[Note]) -> list[int]:
-        """Return the numbers, among the values and notes of a task, of the notes that take no place."""
-        gone = [number for number, note in enumerate(notes) if not self._takes_place(note)]
-        return [notes[number].position + number for number in gone]
-
-    def _takes_place(self, entry: Note | Raised) -> bool:
-        if isinstance(entry, Raised):
-            return True
-        return entry.item is not None and not self._may_skip(entry)
+        return len(results) + sum(note.takes_a_place for note in notes)
 
     def fail(self, error: Exception) -> None:
         """Add an error that is raised in the place of one result, after all others."""
@@ -454,12 +449,12 @@ class ResultQueue(Iterator[Any]):
     @property
     def gone(self) -> bool:
         """True if the next entry takes no place: it is counted, or left out with its place."""
-        return bool(self.between) and self._due and not self._takes_place(self.between[0][1])
+        return bool(self.between) and self._due and not _takes_a_place(self.between[0][1])
 
     @property
     def places(self) -> int:
         """Number of the entries that wait and take a place."""
-        return len(self.results) + sum(self._takes_place(entry) for _, entry, _ in self.between)
+        return len(self.results) + sum(_takes_a_place(entry) for _, entry, _ in self.between)
 
     @property
     def _due(self) -> bool:
@@ -488,14 +483,12 @@ class ResultQueue(Iterator[Any]):
                     self._budget.count(note.attempted + note.follows, note.failures, worker)
                 finally:
                     self._budget.attempted -= note.follows
-        elif self._budget is not None and self._may_skip(note):
+        elif self._budget is not None and note.left_out:
             self._budget.leave_out(note.failures[0], worker)
         else:
             where = self._where(note.item, worker)
             Raised(note.failures[0].failure.to_exception(where)).throw()
 
-    def _may_skip(self, note: Note) -> bool:
-        """Return True if the sample that failed is left out, and its error not raised."""
-        skips = self._budget is not None and self._budget.skips
-        # The rest of a shard is more than one sample, and no sample of it was attempted.
-        return skips and place_of(note.failures[0].failure.exception) != "astray"
+
+def _takes_a_place(entry: Note | Raised) -> bool:
+    return isinstance(entry, Raised) or entry.takes_a_place

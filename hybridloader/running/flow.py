@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
@@ -31,7 +31,6 @@ from hybridloader.errors import IteratorClosed, StateError
 from hybridloader.fetching.item_loop import ItemLoop, TaskResults, seeded
 from hybridloader.fetching.on_error import (
     ErrorBudget,
-    Note,
     Policy,
     ResultQueue,
     alike,
@@ -190,7 +189,7 @@ class StageItems(StageIterator):
                     raise
                 items = max(1, self._stage.items)
                 if self._ledger is not None:
-                    self._ledger.one_each(items)
+                    self._ledger.task(items)
                 for _ in range(items - 1):  # one error for each item of the task
                     self._queue.fail(alike(error))
                 self._results = self._queue
@@ -199,7 +198,7 @@ class StageItems(StageIterator):
             extras = self._extras()
             notes = extras.get("notes")
             if self._ledger is not None:
-                self._note(self._ledger, notes or (), extras.get("uneven"))
+                self._ledger.task(self._stage.items, extras.get("uneven", ()))
             if notes is not None:
                 worker = self._stage.last.worker
                 self.flow.items_out += self._queue.add(results, notes, worker)
@@ -215,28 +214,6 @@ class StageItems(StageIterator):
                 return results
             else:
                 results.discard()
-
-    def _note(
-        self, ledger: Ledger, notes: Sequence[Note], uneven: Sequence[tuple[int, int]] | None
-    ) -> None:
-        """Write in the ledger which of the results were made of which items of their task."""
-        size = self._stage.items
-        gone = self._queue.gone_of(notes) if notes else ()
-        if uneven is None and not gone:
-            ledger.one_each(size)
-            return
-        counts = [1] * size
-        for item, units in uneven or ():
-            counts[item] = units
-        # Take off the notes that come out neither as an item nor as an error, each from its item.
-        item, before = 0, 0  # the item, and the values and notes of those before it
-        for unit in gone:
-            while before + counts[item] <= unit:
-                before += counts[item]
-                item += 1
-            counts[item] -= 1
-            before += 1
-        ledger.several(counts)
 
     def close(self) -> None:
         super().close()
@@ -360,7 +337,8 @@ class ReaderItems(StageIterator):
         came = waiting.add(results, notes, worker)
         self._came[worker] += came
         self.flow.items_out += came
-        gone = waiting.gone_of([note for note in notes if note.item is not None])
+        failed = [note for note in notes if note.item is not None]
+        gone = [note.position + number for number, note in enumerate(failed) if note.left_out]
         self._log.of(worker).add(came, extras, gone)
         if "first" in extras and self._firsts.setdefault(extras["first"], worker) != worker:
             readers = len(self._waiting)

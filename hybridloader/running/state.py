@@ -360,20 +360,14 @@ class Ledger(Log):
         super().__init__(epoch, (*begins, ONE_EACH))
         self.given, self.taken = begins
 
-    def one_each(self, inputs: int) -> None:
-        """Note inputs that have one output each, from here on."""
-        if self._entries[-1][2]:
-            self.add((self.given, self.taken, ONE_EACH))
-        self.given += inputs
+    def task(self, inputs: int, uneven: Sequence[tuple[int, int]] = ()) -> None:
+        """Note so many inputs: with one output each, or with the number that `uneven` has of one."""
+        others = dict(uneven)
+        counts: Numbers = [others.get(n, 1) for n in range(inputs)] if others else ONE_EACH
+        if counts or self._entries[-1][2]:
+            self.add((self.given, self.taken, counts))
+        self.given += int(sum(counts)) if counts else inputs
         self.taken += inputs
-
-    def several(self, counts: Numbers) -> None:
-        """Note inputs that have these numbers of outputs."""
-        if not counts:
-            return
-        self.add((self.given, self.taken, counts))
-        self.given += int(sum(counts))
-        self.taken += len(counts)
 
     def pulled(self, counts: Numbers) -> None:
         """Note that all outputs before come of the inputs before the one that was pulled now.
