@@ -205,7 +205,8 @@ class Installation:
         try:
             plan = LoaderPlan.of(loader, self.backend, self.options)
             plan.check_arguments()
-            plan = replace(plan, options=self.options.without(plan.option_problems))
+            defaults = {name: Options._field_defaults[name] for name in plan.option_problems}
+            plan = replace(plan, options=self.options._replace(**defaults))
             self._check_context(plan)
         except (TypeError, ValueError) as error:  # `BackendUnavailable` is a ValueError
             return _torchs_own(loader, error)

@@ -7,7 +7,7 @@ options before the script has set the variables that torch reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import repeat
 from typing import Any, NamedTuple, TypedDict
 
@@ -53,10 +53,6 @@ class Options(NamedTuple):
     def of(cls, loader: Any) -> Options:
         """Read the options of one of our loaders."""
         return cls._make(map(getattr, repeat(loader), _DEFAULTS, _DEFAULTS.values()))
-
-    def without(self, names: Iterable[str]) -> Options:
-        """Return a copy in which the options `names` have their defaults."""
-        return self._replace(**{name: self._field_defaults[name] for name in names})
 
     def check(self) -> None:
         """Refuse values that no loader could take. Raises `TypeError` or `ValueError`."""

@@ -146,10 +146,6 @@ class LoaderPlan:
     def check(self) -> None:
         """Refuse arguments that contradict each other. Raises `TypeError` or `ValueError`."""
         self.check_arguments()
-        self.check_options()
-
-    def check_options(self) -> None:
-        """Refuse invalid options beyond torch's. Raises `TypeError` or `ValueError`."""
         self.options.check()
         for problem in (*self.option_problems.values(), self.contradiction):
             if problem is not None:
