@@ -82,6 +82,9 @@ class Join(Source):
     def lengths(self) -> list[Length]:
         return [pipeline.length for pipeline in self.pipelines]
 
+    def length(self, upstream: Length) -> Length:
+        return sum_of(self.lengths)
+
 
 class JoinIterator(Iterator[Any]):
     """Base of the iterators over several pipelines, which are closed with this.
@@ -93,18 +96,16 @@ class JoinIterator(Iterator[Any]):
         self, pipelines: Sequence[Chain], context: Context, starts: Mapping[int, int]
     ) -> None:
         self._opened: list[Iterator[Any]] = []
-        try:
+        with ExitStack() as opened:
             for number, start in starts.items():
-                self._opened.append(context.open(pipelines[number], start, number))
-        except BaseException:
-            JoinIterator.close(self)
-            raise
+                branch = context.open(pipelines[number], start, number)
+                opened.callback(close, branch)
+                self._opened.append(branch)
+            self._rest = opened.pop_all()
 
     def close(self) -> None:
         """Close them all, also when closing another fails, the last first. Idempotent."""
-        with ExitStack() as stack:
-            for branch in self._opened:
-                stack.callback(close, branch)
+        self._rest.close()
 
 
 @dataclass(frozen=True)
@@ -225,9 +226,6 @@ class Concat(Join):
         if mark is None:
             return None if n else [UpstreamPart(0, 0, epoch)]
         return [UpstreamPart(mark.value, n - mark.at, epoch)]
-
-    def length(self, upstream: Length) -> Length:
-        return sum_of(self.lengths)
 
 
 class ConcatIterator(PassesIterator):
@@ -426,9 +424,6 @@ class Interleave(_InTurn):
 
     def start(self, context: Context) -> Iterator[Any]:
         return InterleaveIterator(self.pipelines, context)
-
-    def length(self, upstream: Length) -> Length:
-        return sum_of(self.lengths)
 
 
 class InterleaveIterator(_TurnIterator):
