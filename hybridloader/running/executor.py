@@ -709,15 +709,13 @@ class ChainPass:
 
     def _upstream(self, at: int, begins: Offset) -> Upstream:
         """Return the function with which the operator at number `at` opens the nodes before it."""
-        passes = 0
+        epochs = count(self.epoch)
 
         def upstream(*, epoch: int | None = None, start: int = 0) -> Iterator[Any]:
-            nonlocal passes
-            passes += 1
-            if passes == 1 and epoch is None:
+            usual = next(epochs)
+            if epoch is None and usual == self.epoch:
                 return self._open(at - 1, begins)
-            epoch = self.epoch + passes - 1 if epoch is None else epoch
-            again = replace(self, epoch=epoch)
+            again = replace(self, epoch=usual if epoch is None else epoch)
             return again.open(Offset(start, begins.slack), at - 1)
 
         return upstream
