@@ -32,7 +32,7 @@ from hybridloader._support.store_use import uses
 from hybridloader._support.text import warn_once
 from hybridloader._support.threads import Waits
 from hybridloader._support.user_objects import ENDS, Failure, Raised, add_note, is_ours, no_answer
-from hybridloader.devices.pinning import Pinner, Sent, pinner_for
+from hybridloader.devices.pinning import Pinner, pinner_for
 from hybridloader.engine.contract import Backend, WorkerHandle, closed_with, park_at_exit
 from hybridloader.engine.dataset_state import Change, DatasetChanges
 from hybridloader.engine.feed import Feed, Relay, RelayQueue
@@ -206,8 +206,7 @@ class PinnedResults(Iterator[Any]):
                 self._source = self._feed.draw_from(self._source)
             if queued.error is not None:
                 queued.error.throw()
-            found = queued.found
-            return self._pinner.take(found) if type(found) is Sent else found
+            return self._pinner.take(queued.found)
         except Exception:
             raise
         except BaseException:
