@@ -118,11 +118,7 @@ class _Batches(Iterator[list[int]]):
         self._given = 0
 
     def __next__(self) -> list[int]:
-        batch: list[int] = []
-        for sample in self._samples:
-            batch.append(sample)
-            if len(batch) == self._size:
-                break
+        batch: list[int] = list(islice(self._samples, self._size))
         self._given += len(batch)
         if not batch or (self._drop_last and len(batch) < self._size):
             raise StopIteration
