@@ -91,7 +91,7 @@ def masked(output: str) -> str:
     """Return an output with a `#` for each number and its unit, so that times may differ.
 
     The mark of the bottleneck, `<` after its load, is left out: it may be at another stage. So is the
-    sentence of `Headroom.summary` about other programs: it depends on the machine.
+    sentence of a `Headroom` about other programs: it depends on the machine.
     """
     output = re.sub(r"(?<=%) <", "", output)
     output = re.sub(r" Other programs kept .*? first\.", "", output)

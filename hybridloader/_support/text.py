@@ -62,34 +62,10 @@ def table(
 
 
 class Shown:
-    """Result that prints as tables and sentences; a notebook shows both."""
+    """Result that IPython and notebooks show as it is printed."""
 
-    _left: Collection[int] = (0, 1)
-    """Columns of the tables that are to the left."""
-
-    def _tables(self) -> Sequence[Sequence[Sequence[str]]]:
-        """Return the cells of each table, a heading first."""
-        raise NotImplementedError
-
-    def _lines(self) -> Sequence[str]:
-        """Return the sentences below the tables."""
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        lines = [line for rows in self._tables() for line in table(rows, self._left)]
-        return "\n".join([*lines, *self._lines()])
-
-    def _repr_html_(self) -> str:
-        from html import escape  # whose tables of entities no worker needs
-
-        found = []
-        for rows in self._tables():
-            for number, row in enumerate(rows):
-                tag = "td" if number else "th"
-                cells = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
-                found.append(f"{'' if number else '<table>'}<tr>{cells}</tr>")
-            found.append("</table>")
-        return "".join(found) + "".join(f"<p>{escape(line)}</p>" for line in self._lines())
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
 
 
 def time(seconds: float) -> str:

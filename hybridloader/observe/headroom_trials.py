@@ -62,9 +62,7 @@ class Headroom(Shown):
         """Return the attributes and the properties as a dict of JSON types."""
         return asdict(self) | {"speedup": self.speedup, "share": self.share}
 
-    @property
-    def summary(self) -> str:
-        """Both speeds, as a sentence."""
+    def __str__(self) -> str:
         busy = (
             f" Other programs kept {self.others:.1f} cores busy, so the step may be faster than this: "
             "measure again without them, or call torch.set_num_threads(1) first."
@@ -73,19 +71,8 @@ class Headroom(Shown):
             f"{_rate(self.loading)} batches/s with loading ({shown(self.loading)} a step), "
             f"{_rate(self.ready)} on batches in memory ({shown(self.ready)}): "
             f"at most {self.speedup:.2f} times as fast if loading cost nothing."
-            f"{busy if self.others else ''}"
+            f"{busy if self.others else ''} {self.steps} steps of each, on {self.batches} batches."
         )
-
-    def __str__(self) -> str:
-        return f"{self.summary} {self.steps} steps of each, on {self.batches} batches."
-
-    def _tables(self) -> list[list[list[str]]]:
-        times = ("with loading", self.loading), ("batches in memory", self.ready)
-        rows = [[name, shown(seconds), _rate(seconds)] for name, seconds in times]
-        return [[["", "a step", "batches/s"], *rows]]
-
-    def _lines(self) -> list[str]:
-        return [str(self)]
 
 
 def headroom(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from hybridloader._support.store_use import StoreUse
-from hybridloader._support.text import Shown, size, time
+from hybridloader._support.text import Shown, size, table, time
 from hybridloader.observe.figures import LOOP, REST, CoreUse, Faults, Figures, Recording, StageStats
 from hybridloader.observe.verdict import Verdict, judge
 
@@ -44,7 +44,7 @@ class Stall:
 class Stats(Shown):
     """Statistics of a loader's latest epoch, or of a run of a pipeline, until now.
 
-    It prints as a table and the verdict; a notebook shows both.
+    It prints as a table and the verdict; a notebook shows the same.
 
     Attributes
     ----------
@@ -88,8 +88,15 @@ class Stats(Shown):
             "faults": asdict(self.faults),
         }
 
-    def _tables(self) -> list[list[list[str]]]:
-        return [self._rows(), *([self._rows_of_stores()] if self.stores else [])]
+    def __str__(self) -> str:
+        stall = self.stall
+        lines = [*table(self._rows()), *(table(self._rows_of_stores()) if self.stores else ())]
+        lines.append(
+            f"{self.items:,} items in {time(self.seconds)}. Your loop waited {time(stall.seconds)} "
+            f"({stall.share:.0%}; for a batch {time(stall.p50)} at the median, {time(stall.p99)} at "
+            f"99 %), and {time(stall.warmup)} before the prefetch was full."
+        )
+        return "\n".join([*lines, str(self.verdict)])
 
     def _rows(self) -> list[list[str]]:
         faults = [name for name, count in vars(self.faults).items() if count]
@@ -124,15 +131,6 @@ class Stats(Shown):
                 ]
             )
         return rows
-
-    def _lines(self) -> list[str]:
-        stall = self.stall
-        return [
-            f"{self.items:,} items in {time(self.seconds)}. Your loop waited {time(stall.seconds)} "
-            f"({stall.share:.0%}; for a batch {time(stall.p50)} at the median, {time(stall.p99)} at "
-            f"99 %), and {time(stall.warmup)} before the prefetch was full.",
-            str(self.verdict),
-        ]
 
 
 def stats_of(recording: Recording) -> Stats:

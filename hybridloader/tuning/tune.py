@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hybridloader._support.text import Shown
+from hybridloader._support.text import Shown, table
 from hybridloader._support.text import seconds as check_seconds
 from hybridloader._support.threads import gil_enabled
 from hybridloader._support.user_objects import add_note
@@ -64,7 +64,6 @@ class Tuning(Shown):
     limits: Limits
     _search: Search = field(repr=False, compare=False)
     _subject: Subject = field(repr=False, compare=False)
-    _left = (0, 3, 4)
 
     def apply(self) -> Any:
         """Return the loader or pipeline with the chosen plan.
@@ -84,7 +83,21 @@ class Tuning(Shown):
         """Reason of the choice, as a sentence or two."""
         return self._search.reason()
 
-    def _tables(self) -> list[list[list[str]]]:
+    def __str__(self) -> str:
+        left_out = "; ".join(f"{name}: {why}" for name, why in self.limits.refused.items())
+        ended = "Ended by Ctrl-C after" if self.interrupted else "Took"
+        gain = f" {self.rate / self.before:.2f} times as fast as it was." if self.before else ""
+        return "\n".join(
+            [
+                *table(self._rows(), left=(0, 3, 4)),
+                self.reason + gain,
+                f"{ended} {self.seconds:.1f} s, {len(self.trials)} plans; {self.limits.cores:g} CPUs. "
+                f"Not offered: {left_out or 'nothing'}.",
+                self.code,
+            ]
+        )
+
+    def _rows(self) -> list[list[str]]:
         rows = [["plan", f"{self._subject.unit}/s", "+-", "", ""]]
         best = self._search.best
         for trial in self.trials:
@@ -101,18 +114,7 @@ class Tuning(Shown):
         known = {*self.limits.backends, *self.limits.refused}
         if why is not None and all(place.backend in known for place in start):
             rows.append([shown(start), "", "", "as it was", f"beyond the limits: {why}"])
-        return [rows if any(row[4] for row in rows) else [row[:4] for row in rows]]
-
-    def _lines(self) -> list[str]:
-        left_out = "; ".join(f"{name}: {why}" for name, why in self.limits.refused.items())
-        ended = "Ended by Ctrl-C after" if self.interrupted else "Took"
-        gain = f" {self.rate / self.before:.2f} times as fast as it was." if self.before else ""
-        return [
-            self.reason + gain,
-            f"{ended} {self.seconds:.1f} s, {len(self.trials)} plans; {self.limits.cores:g} CPUs. "
-            f"Not offered: {left_out or 'nothing'}.",
-            self.code,
-        ]
+        return rows if any(row[4] for row in rows) else [row[:4] for row in rows]
 
 
 TRIALS = 14  # trials for which `seconds` are divided

@@ -80,7 +80,6 @@ def test_a_loader_of_samples_and_one_of_an_iterable_dataset() -> None:
     text = str(tuning)
     assert "as it was" in text
     assert tuning.code in text
-    assert "<table>" in tuning._repr_html_()
     tuning = tune(DataLoader(Stream(), 4), seconds=SECONDS)
     assert tuning.rate > 0
     assert all(place.threads == 1 for trial in tuning.trials for place in trial.plan)
