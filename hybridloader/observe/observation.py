@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
@@ -27,7 +26,6 @@ from hybridloader.observe.tracing import (
     ProgramBlock,
     StageTrace,
     Trace,
-    numbered,
     skipped_in,
     traced,
 )
@@ -41,20 +39,6 @@ def is_observed(observe: bool) -> bool:
 SHOWN = 12  # maximum number of loaders in the tables of a program, the latest ones
 
 
-class _Seen:
-    """Loader or pipeline with a table, and the statistics of its latest epoch."""
-
-    def __init__(self, name: str, stats: Callable[[], Stats]) -> None:
-        self.name, self.stats = name, stats
-        self.latest: Stats | None = None
-
-    def look(self) -> None:
-        """Remember the statistics as of now."""
-        # The run of a pipeline is gone, or another thread begins an epoch.
-        with contextlib.suppress(Exception):
-            self.latest = self.stats()
-
-
 class Tables(ProgramBlock):
     """Tables of all loaders and pipelines whose iterators are made while it runs; for one use.
 
@@ -64,35 +48,35 @@ class Tables(ProgramBlock):
     def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__()
         self._stream = sys.stderr if stream is None else stream
-        self._lock = threading.RLock()
-        # All the mutable state, under that lock:
-        self._seen: dict[Hashable, _Seen] = {}
-        self._numbers: dict[str, int] = {}
+        # All the mutable state, under the lock: statistics by name, as a function and as they were last.
+        self._seen: dict[str, tuple[Callable[[], Stats], Stats | None]] = {}
 
-    def see(self, name: str, key: Hashable, stats: Callable[[], Stats]) -> None:
-        """Have a table of the result of `stats`, in place of an earlier one with this `key`."""
+    def see(self, name: str, stats: Callable[[], Stats]) -> None:
+        """Have a table of the result of `stats`, in place of an earlier one of this name."""
         with self._lock:
-            before = self._seen.pop(key, None)
-            if before is None:
-                number = self._numbers[name] = self._numbers.get(name, 0) + 1
-            name = numbered(name, number) if before is None else before.name
-            self._seen[key] = _Seen(name, stats)  # at the end: the latest
+            self._seen.pop(name, None)
+            self._seen[name] = stats, None  # at the end: the latest
             if len(self._seen) > SHOWN:
                 del self._seen[next(iter(self._seen))]
 
-    def look(self, key: Hashable) -> None:
-        """Remember the statistics of `key` before it is closed."""
-        with self._lock:
-            seen = self._seen.get(key)
-            if seen is not None:
-                seen.look()
+    def look(self, name: str) -> None:
+        """Remember the statistics of this name as of now."""
+        # The run of a pipeline is gone, or another thread begins an epoch.
+        with contextlib.suppress(Exception):
+            stats, _ = self._seen[name]
+            latest = stats()
+            with self._lock:
+                if name in self._seen:
+                    self._seen[name] = stats, latest
 
     def _end(self, error: BaseException | None) -> None:
-        with self._lock:
-            seen = [*self._seen.values()]
-        for one in seen:
-            one.look()
-        tables = (f"hybridloader: {one.name}:\n{one.latest}\n" for one in seen if one.latest)
+        for name in self._seen.copy():
+            self.look(name)
+        tables = (
+            f"hybridloader: {name}:\n{latest}\n"
+            for name, (_, latest) in self._seen.copy().items()
+            if latest is not None
+        )
         try:
             self._stream.write("".join(tables))
             self._stream.flush()
@@ -104,12 +88,13 @@ class Tables(ProgramBlock):
 class Observation(ABC):
     """Observation of one iterator, or of one pipeline's epochs. `stats` is for any thread.
 
-    Tables show it as `name` and recognize it by `key`. It refers to no iterator and no worker.
+    `key` distinguishes those of one name in tables. It refers to no iterator and no worker.
     """
 
     def __init__(self, name: str, key: Hashable) -> None:
         self.trace, self._tables = Trace.running, Tables.running
-        self._name, self._key = name, key
+        if self._tables is not None:
+            self._name = self._tables.name_of(name, key)
         # All the mutable state:
         self._stores = uses()  # as they were before
         self.loop = self._new_loop()
@@ -163,12 +148,12 @@ class Observation(ABC):
     def begin(self) -> None:
         """Begin an epoch of `loop`; `stats` may be asked for from now on."""
         if self._tables is not None:
-            self._tables.see(self._name, self._key, self.stats)
+            self._tables.see(self._name, self.stats)
 
     def ended(self) -> None:
         """Note that the epoch has returned all its items, or is left; any thread may call it."""
         if self._tables is not None:
-            self._tables.look(self._key)
+            self._tables.look(self._name)
 
     def end(self) -> None:
         """Stop counting."""

@@ -38,13 +38,26 @@ if TYPE_CHECKING:
 
 
 class ProgramBlock(ABC):
-    """Context manager, for one use. In a process that is forked inside it, it neither runs nor ends."""
+    """Context manager, for one use. In a process that is forked inside it, it neither runs nor ends.
+
+    It gives each loader and each pipeline a name.
+    """
 
     running: ClassVar[Any] = None
     """Latest block that runs in this process, or None; each subclass sets this attribute on itself."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
+        self._lock = threading.RLock()  # reentrant: a finalizer may end an iterator
+        self._names: dict[tuple[str, Hashable], str] = {}  # all the mutable state, under that lock
+
+    def name_of(self, name: str, key: Hashable) -> str:
+        """Return a name that no other `key` has: ``"DataLoader"``, then ``"DataLoader 2"``."""
+        with self._lock:
+            if (name, key) not in self._names:
+                number = 1 + sum(name == other for other, _ in self._names)
+                self._names[name, key] = name if number == 1 else f"{name} {number}"
+            return self._names[name, key]
 
     def __enter__(self) -> Self:
         self._begin()
@@ -77,11 +90,6 @@ def _forget_blocks() -> None:
 
 
 system.at_fork(after_in_child=_forget_blocks)
-
-
-def numbered(name: str, number: int) -> str:
-    """Return `name` for number 1, else `name` with its number: ``"DataLoader 2"``."""
-    return name if number == 1 else f"{name} {number}"
 
 
 EVENTS = 250_000
@@ -123,8 +131,6 @@ class Trace(ProgramBlock):
         self._tracks: dict[Track, str] = {}
         self._mine = threading.local()  # the track of each thread
         self._processes: dict[int, str] = {}
-        self._naming = threading.Lock()
-        self._names: dict[tuple[str, Hashable], str] = {}
         self._dropped = 0  # by workers
         self._base: int | None = None  # once it has begun
         self._over = False
@@ -211,14 +217,6 @@ class Trace(ProgramBlock):
         """Name the track of a worker and its process, unless they have names."""
         self._tracks.setdefault(track, name)
         self._processes.setdefault(track[0], process)
-
-    def name_of(self, stage: str, key: Hashable) -> str:
-        """Return a unique name for a stage: ``"DataLoader"``, then ``"DataLoader 2"``."""
-        with self._naming:
-            if (stage, key) not in self._names:
-                number = 1 + sum(name == stage for name, _ in self._names)
-                self._names[stage, key] = numbered(stage, number)
-            return self._names[stage, key]
 
 
 def _unix_of_zero() -> int:

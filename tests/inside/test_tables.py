@@ -47,10 +47,10 @@ def test_only_the_latest_are_shown_and_one_without_statistics_is_left_out() -> N
     stream, answers = io.StringIO(), [stats_of(recording(stage()))]
     with Tables(stream) as running:
         for epoch in range(2 * SHOWN):
-            running.see("train", 0, lambda: answers[0])
-            running.see("validation", 1 + epoch, lambda: answers[0])
-        running.see("gone", -1, lambda: answers[1])
-    numbers = range(2 * SHOWN - SHOWN + 3, 2 * SHOWN + 1)
+            running.see("train", lambda: answers[0])
+            running.see(f"validation {epoch}", lambda: answers[0])
+        running.see("gone", lambda: answers[1])
+    numbers = range(2 * SHOWN - SHOWN + 2, 2 * SHOWN)
     assert counts(stream).keys() == {"train", *(f"validation {number}" for number in numbers)}
 
 
