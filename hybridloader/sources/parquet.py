@@ -668,12 +668,8 @@ class Parquet(Shards[Any]):
         self._shard_stores = list(dict.fromkeys(file.store for file in self._files))
         remote = self._is_remote and filter is None
         self._read_blocks(ahead_bytes, cache_dir, cache_bytes, remote=remote, warns=False)
-        # Separate from `_cache`, so that the decoded row groups are in the workers that share it.
         limit = whole("memory_cache_bytes", memory_cache_bytes, 0)
-        self._places, self._cache = (
-            PerWorker(partial(RowGroups, most, self.columns, filter), per="process")
-            for most in (0, limit)
-        )
+        self._cache = PerWorker(partial(RowGroups, limit, self.columns, filter), per="process")
 
     def _index(self, all_columns: bool) -> Ints:
         """Return file, number and rows of each row group that has rows."""
@@ -748,7 +744,7 @@ class Parquet(Shards[Any]):
 
     def fetch(self, shard: int, first: int, last: int) -> bytes:
         place, number = self._group_at(shard, first)
-        ranges = self._places().ranges(place, number)
+        ranges = self._cache().ranges(place, number)
         what = f"row group {number}"
         return place.store.read_ranges(place.path, ranges, place.stamp, lambda _: what)
 
@@ -771,7 +767,6 @@ class Parquet(Shards[Any]):
 
     def close(self) -> None:
         super().close()
-        self._places.close()
         self._cache.close()
 
     def read(self, shard: int, number: int) -> dict[str, Any]:
