@@ -60,19 +60,16 @@ _SETTLED = 0.02
 complete."""
 
 
-def _status_of(pid: int) -> Mapping[str, str] | None:
-    """Read the fields of /proc/PID/status; None where there is none."""
-    try:
-        with open(f"{system.PROC}/{pid}/status", encoding="ascii", errors="replace") as file:
-            return dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
-    except (OSError, ValueError):
-        return None
+def _status_of(pid: int) -> Mapping[str, str]:
+    """Read the fields of /proc/PID/status; none where there is no such file."""
+    lines = text_of(Path(system.PROC, str(pid), "status")).splitlines()
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
-def _has(status: Mapping[str, str] | None, field: str, signum: int) -> bool:
+def _has(status: Mapping[str, str], field: str, signum: int) -> bool:
     """True if `signum` is in one of the signal masks of `status`."""
     try:
-        return status is not None and bool(int(status.get(field, "0"), 16) >> (signum - 1) & 1)
+        return bool(int(status.get(field, "0"), 16) >> (signum - 1) & 1)
     except ValueError:
         return False
 
@@ -164,7 +161,7 @@ class PostmortemRecord:
         if text:
             return text, ""
         # In the kernel's words: "T (stopped)".
-        state = (_status_of(pid) or {}).get("State", "unknown")
+        state = _status_of(pid).get("State", "unknown")
         return "", f"it did not answer within {_PATIENCE:g} seconds; its state is {state}"
 
     def end(self) -> tuple[str, str]:

@@ -73,15 +73,6 @@ class Request(NamedTuple):
     changes: dict[str, Any]  # fields of the specification that differ from the loaded one
 
 
-class Loaded(NamedTuple):
-    """The one message to the parent: the work is loaded.
-
-    With a `refusal`, the reason why nothing is forked, the zygote ends.
-    """
-
-    refusal: str
-
-
 def serve(
     connection: Any,  # its first frame is the work of the stage
     parent: int,  # process id
@@ -164,7 +155,7 @@ class _Zygote:
             spec = first.load(frame)
             del frame
         refusal = fork_safety.refusal(before)
-        self._endpoint.send([pickle.dumps(Loaded(refusal))])
+        self._endpoint.send([pickle.dumps(refusal)])  # the one message to the parent
         while refusal:  # until the parent hangs up: this end would be taken for that of its workers
             self._endpoint.get()
         gc.collect()
@@ -407,9 +398,9 @@ class ZygoteStarter(Starter):
         zygote = self._zygote
         if zygote is None or frame is None:
             return None
-        message: Loaded = pickle.loads(frame.parts[0])
+        refusal: str = pickle.loads(frame.parts[0])  # why it forks nothing, or an empty text
         zygote.loaded, asked = True, zygote.asked
-        if not message.refusal:
+        if not refusal:
             asked.clear()
             return None
         self._refused = True
@@ -428,7 +419,7 @@ class ZygoteStarter(Starter):
             warn_once,
             f"the workers of stage {stage!r} are started one by one, which takes more time and memory "
             "than forking them from one process that has loaded the dataset. It can't fork, because it "
-            f"{message.refusal}. Do that in worker_init_fn or when the first sample is read, or {other}",
+            f"{refusal}. Do that in worker_init_fn or when the first sample is read, or {other}",
             "started-one-by-one",
         )
 
