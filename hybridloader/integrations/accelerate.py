@@ -127,10 +127,12 @@ def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any
 
         return torch.utils.data.DataLoader(*args, **kwargs)
     from hybridloader.loader.dataloader import DataLoader
+    from hybridloader.loader.options import OptionWords
     from hybridloader.loader.plan import announce, record_of, upcoming
 
     make: Any = DataLoader
-    loader = make(*args, **{name: getattr(source, name) for name in _own_parameters()}, **kwargs)
+    own = {name: getattr(source, name) for name in ("backend", *OptionWords.__annotations__)}
+    loader = make(*args, **own, **kwargs)
     loader._prefetch_chosen = source._prefetch_chosen  # else torch's default 2 would look chosen
     record = record_of(source)
     announce(loader, upcoming(source, record))
@@ -141,16 +143,6 @@ def _rebuilt(*args: Any, _hybridloader_source: Any = None, **kwargs: Any) -> Any
             "accelerate-state",
         )
     return loader
-
-
-@functools.cache
-def _own_parameters() -> tuple[str, ...]:
-    import torch.utils.data
-
-    from hybridloader.loader.dataloader import DataLoader
-
-    torchs = inspect.signature(torch.utils.data.DataLoader).parameters
-    return tuple(name for name in inspect.signature(DataLoader).parameters if name not in torchs)
 
 
 def _adapting(init: Callable[..., None]) -> Callable[..., None]:
