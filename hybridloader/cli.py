@@ -181,7 +181,11 @@ def _add_pack(commands: Any) -> None:
         pack,
         ("--classes", None, None, "add the number of each sample's folder as the field cls"),
         ("--workers", _at_least(1), "N", "number of threads that read samples; default: 4", 4),
-        _STORAGE_OPTIONS,
+        (
+            *("--storage-options", _json_object, "JSON"),
+            """options of fsspec for the store, such as '{"anon": true}'""",
+            {},
+        ),
     )
 
 
@@ -217,13 +221,6 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, not {text!r}")
     return value
-
-
-_STORAGE_OPTIONS: tuple[Any, ...] = (
-    *("--storage-options", _json_object, "JSON"),
-    """options of fsspec for the store, such as '{"anon": true}'""",
-    {},
-)
 
 
 def _at_least(least: int) -> Callable[[str], int]:
