@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
+from time import perf_counter
 from typing import Any
 
 from hybridloader._support.text import Shown, function, short, whole
@@ -122,25 +121,6 @@ def headroom(
     >>> found.steps, found.batches, found.speedup >= 1
     (96, 4, True)
     """
-    return measure(loader, step, steps, batches, time.perf_counter, synchronize)
-
-
-def synchronize() -> None:
-    """Wait until the device has finished its work, if torch uses one."""
-    torch = sys.modules.get("torch")
-    if torch is not None and device_in_use() is not None:  # else it would make a context
-        torch.accelerator.synchronize()
-
-
-def measure(
-    loader: Iterable[Any],
-    step: Callable[[Any], object],
-    steps: int,
-    batches: int,
-    clock: Callable[[], float],
-    wait: Callable[[], None],  # until the device is done
-) -> Headroom:
-    """Implement `headroom` with this clock and this device."""
     function("step", step, "a function that takes one batch")
     steps, batches = whole("steps", steps, 1), whole("batches", batches, 1)
     try:
@@ -151,10 +131,9 @@ def measure(
         raise TypeError(
             f"headroom() takes a loader or a pipeline as `loader`, not {short(loader)}: {error}"
         ) from None
-    now = partial(_since, clock, wait)
     kept, taken, length = list[Any](), 0, length_of(loader)
     warm = WARM_UP if length is None else min(WARM_UP, length // 2)
-    began = now()
+    began = _now()
     try:
         for batch in iterator:
             if len(kept) < batches:
@@ -162,10 +141,10 @@ def measure(
             step(batch)
             taken += 1
             if taken == warm:
-                began = now()
+                began = _now()
             if taken == warm + steps:
                 break
-        ended = now()
+        ended = _now()
     finally:
         batch = None
         if not attribute(loader, "persistent_workers"):
@@ -179,10 +158,10 @@ def measure(
         )
     loading = (ended - began) / timed
     cores = CoreUsage()
-    began = now()
+    began = _now()
     for number in range(timed):
         step(kept[number % len(kept)])
-    ready = (now() - began) / timed
+    ready = (_now() - began) / timed
     return Headroom(loading, ready, timed, len(kept), _others(cores.use()))
 
 
@@ -194,9 +173,16 @@ def _others(use: CoreUse) -> float:
     return others if others >= OTHERS * use.cores else 0.0
 
 
-def _since(clock: Callable[[], float], wait: Callable[[], None]) -> float:
-    wait()
-    return clock()
+def synchronize() -> None:
+    """Wait until the device has finished its work, if torch uses one."""
+    torch = sys.modules.get("torch")
+    if torch is not None and device_in_use() is not None:  # else it would make a context
+        torch.accelerator.synchronize()
+
+
+def _now() -> float:
+    synchronize()
+    return perf_counter()
 
 
 def _rate(seconds: float) -> str:

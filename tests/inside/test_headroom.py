@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from support.manual_clock import Clock
-from support.recordings import CoreUsage, CoreUse, measure
+from support.recordings import CoreUsage, CoreUse
 from torch.utils.data import IterableDataset
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline
-from hybridloader.observe import Headroom
+from hybridloader.observe import Headroom, headroom_trials
 
 THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 2}
 
@@ -52,7 +52,10 @@ class Scripted:
         self.behind = 0.0
 
     def headroom(self, steps: int = 10, batches: int = 3) -> Headroom:
-        return measure(self, self.step, steps, batches, self.clock, self.wait)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(headroom_trials, "perf_counter", self.clock)
+            patch.setattr(headroom_trials, "synchronize", self.wait)
+            return headroom_trials.headroom(self, self.step, steps=steps, batches=batches)
 
 
 def test_the_time_of_loading_is_what_goes() -> None:

@@ -24,7 +24,6 @@ from hybridloader.observe.figures import (
     stall_by_stage,
     within,
 )
-from hybridloader.observe.headroom_trials import measure
 from hybridloader.observe.measures import CoreUsage, StageMeasures
 from hybridloader.observe.observation import SHOWN, Tables
 from hybridloader.observe.stats import LOOP, stats_of
@@ -33,7 +32,7 @@ from hybridloader.observe.verdict import advice_on, for_start, judge
 
 __all__ = ["LOOP", "CoreUsage", "CoroutineUse", "Figures", "StoreUse", "advice_on", "between"]
 __all__ += ["for_start", "judge", "length", "percentile", "stall_by_stage", "stats_of"]
-__all__ += ["SHOWN", "Event", "Tables", "chrome_events", "measure"]
+__all__ += ["SHOWN", "Event", "Tables", "chrome_events"]
 __all__ += ["within"]
 
 IDLE = CoreUse(8.0, 1.0, 0.9)
