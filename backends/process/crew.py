@@ -31,7 +31,6 @@ from hybridloader.backends.process.starters import (
     ProcessHandle,
     Starter,
     WorkerStart,
-    bury,
     join_all,
 )
 from hybridloader.engine.contract import GRACE, Crew
@@ -290,8 +289,7 @@ class SlottedResult(ProcessResult):
 
 _DYING = 1.0
 """Seconds that the kernel gets to remove a killed process. It needs a few milliseconds, and more than a
-tenth of a second if many end at the same time on few cores. A slower process is reaped when the next
-crew is made or closed (`starters.bury`)."""
+tenth of a second if many end at the same time on few cores."""
 
 
 class _ProcessWorker(NamedTuple):
@@ -306,7 +304,6 @@ class ProcessCrew(Crew):
         limit: int,  # most bytes of all slots
         check: Callable[[], object],  # raises if no worker may be restarted
     ) -> None:
-        bury()
         self._starter, self.transport, self._check = starter, starter.transport, check
         self._limit = limit
         # All the mutable state:
@@ -420,7 +417,6 @@ class ProcessCrew(Crew):
         self._starter.close()
         for handle in self._handles:
             handle.release()
-        bury()
         self.transport.close()
         for channel, record in self._workers:
             channel.close()

@@ -231,9 +231,6 @@ process. Stages of a pipeline run on several threads.
 
 _started: weakref.WeakSet[ProcessHandle] = weakref.WeakSet()  # those of multiprocessing and loky
 
-dying: set[ProcessHandle] = set()
-"""Killed processes that the kernel had not yet removed when their crew was closed."""
-
 
 class ProcessHandle(WorkerHandle):
     """Handle of a worker process, which also knows how it ended."""
@@ -351,12 +348,12 @@ class ProcessHandle(WorkerHandle):
         children.discard(self._process)
 
     def release(self) -> None:
-        """Close the pidfd once the process has ended; no thread may wait on it any more."""
+        """Close the pidfd; no thread may wait on it any more.
+
+        A killed process that the kernel has not removed yet is reaped when multiprocessing starts the
+        next one.
+        """
         with reaping:
-            if self.is_alive():
-                dying.add(self)
-                return
-            dying.discard(self)
             self.pidfd = None
 
     def cause(self) -> str:
@@ -410,18 +407,11 @@ def _kill(reference: weakref.ref[Any]) -> None:
 def _forked() -> None:
     """Leave the parent's filter and processes to it: multiprocessing would end these as a fork exits."""
     getattr(_hiding, "filters", ExitStack()).close()
-    dying.clear()
     for handle in list(_started):
         handle.disown()
 
 
 system.at_fork(after_in_child=_forked)
-
-
-def bury() -> None:
-    """Reap processes that were still dying when their crew was closed, lest they stay zombies."""
-    for handle in list(dying):
-        handle.release()
 
 
 def join_all(handles: Sequence[ProcessHandle], deadline: float) -> None:  # by `time.monotonic`
