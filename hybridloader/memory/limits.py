@@ -67,12 +67,6 @@ class Memory:
             return self.limit
         return max(1, int(process_limit() * (self.limit or SHARE) / ranks_here()))
 
-    def __repr__(self) -> str:
-        own = f"limit={self.limit}"
-        if (ranks := ranks_here()) > 1 and not isinstance(self.limit, int):
-            own += f", {self.bytes():,} bytes for each of {ranks} ranks"
-        return f"Memory({own})"
-
 
 DEFAULT_MEMORY = Memory()
 
