@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from hybridloader._support import system
+from hybridloader._support.user_objects import Failure
 from hybridloader.backends.process import frames
 from hybridloader.backends.process.frames import (
     OTHER,
@@ -435,7 +436,9 @@ class ProcessCrew(Crew):
         if found.returned:
             channel.take_back(found.returned)
         if found.kind == frames.DONE:
-            metadata = None if found.extras is None else frames.decode_extras(found.extras)
+            extras = found.extras
+            if extras is not None:
+                extras = frames.loaded(extras, dict, "the metadata of a result")
             slots = channel.results
             if slot_map is not None:
                 slots.learn(slot_map, frame.fds)
@@ -453,10 +456,11 @@ class ProcessCrew(Crew):
             else:
                 self._overflow = self._overflow or slot_map.refusal or slots.overflow
                 result = SlottedResult(*parts, slots, slot_map)
-            return Done(worker, seq, result, found.seconds, found.position, metadata)
+            return Done(worker, seq, result, found.seconds, found.position, extras)
         if found.kind == frames.FAILED:
             channel.answered(seq)
-            return Failed(worker, seq, frames.decode_failure(found.body), found.position)
+            failure = frames.loaded(found.body, Failure, "a worker's error")
+            return Failed(worker, seq, failure, found.position)
         if found.kind == frames.EXHAUSTED:
             channel.all_answered()
             start = frames.decode_shard_start(found.body)

@@ -291,7 +291,7 @@ def decode_fields(parts: Sequence[memoryview]) -> Fields:
     returned: Sequence[int] = struct.unpack_from(f"<{back}q", part, _BEGIN)
     slot_map = extras = None
     if size:
-        meta = _loaded(part[start:end], tuple, "the metadata of a message")
+        meta = loaded(part[start:end], tuple, "the metadata of a message")
         if tuple(map(type, meta)) not in _METAS:
             raise DamagedMessage(f"a message has invalid metadata: {meta!r:.100}")
         slot_map, extras = meta
@@ -299,7 +299,7 @@ def decode_fields(parts: Sequence[memoryview]) -> Fields:
     return Fields(kind, seq, body, returned, slot_map, extras, items, spent * 1e-9, position)
 
 
-def _loaded(pickled: Any, kind: type | tuple[type, ...], what: str) -> Any:
+def loaded(pickled: Any, kind: type | tuple[type, ...], what: str) -> Any:
     """Load a pickle of an object of one of these types. Raises `DamagedMessage`."""
     try:
         found = unpack(pickled, ())
@@ -404,15 +404,7 @@ def encode_event(
 
 
 def decode_shard_start(body: memoryview) -> Any:
-    return _loaded(body, (ShardStart, Failure), "a worker's dataset state") if len(body) else None
-
-
-def decode_failure(body: memoryview) -> Failure:
-    return _loaded(body, Failure, "a worker's error")  # type: ignore[no-any-return]
-
-
-def decode_extras(extras: bytes | memoryview) -> dict[str, Any]:
-    return _loaded(extras, dict, "the metadata of a result")  # type: ignore[no-any-return]
+    return loaded(body, (ShardStart, Failure), "a worker's dataset state") if len(body) else None
 
 
 def into_slots(

@@ -239,7 +239,7 @@ class PrivateSlots:
     """Slots for workers of this process; any of its threads may take one."""
 
     def __init__(self, limit: int) -> None:
-        self.pool = Pool(_make_private, limit)
+        self.pool = Pool(lambda size: (segments.make_private(size), None, None), limit)
         self._warned = False
         self.refusal: str | None = None  # reason why a batch got no slot, for a warning
 
@@ -268,10 +268,6 @@ class PrivateSlots:
                 self.pool.close()
             finally:
                 self.pool.taking.release()
-
-
-def _make_private(size: int) -> Made:
-    return segments.make_private(size), None, None
 
 
 # -- slots that a thread collates into, and hooks that run when a process first uses slots

@@ -167,8 +167,9 @@ def _held_loop(figures: Figures) -> Verdict | None:
     if figures.share >= STALL or own is None or own > ONE_CORE:
         return None
     for name, stage in zip(figures.names, recording.stages, strict=True):
-        elapsed, held = elapsed_of(stage), gil_held(stage, recording.switch_interval)
-        rate = stage.cpu / elapsed if stage.cpu and elapsed > 0 else 0.0
+        held = gil_held(stage, recording.switch_interval)
+        worked = stage.busy + stage.starved + stage.blocked + stage.other  # seconds of all workers
+        rate = stage.num_workers * stage.cpu / worked if stage.cpu and worked > 0 else 0.0
         if rate >= BESIDE and held:
             evidence = (
                 f"The bottleneck is {name}, whose threads hold the GIL: they used {rate:.1f} cores, the "
@@ -336,11 +337,6 @@ def gil_held(stage: StageRecord, switch_interval: float) -> str:
         f"in {len(late)} of {len(waits)} samples a thread that had released the GIL waited for it, "
         f"{time(late[len(late) // 2])} at the median"
     )
-
-
-def elapsed_of(stage: StageRecord) -> float:
-    """Return the seconds that a stage ran."""
-    return (stage.busy + stage.starved + stage.blocked + stage.other) / stage.num_workers
 
 
 LEAVE_THE_GIL = (
