@@ -237,7 +237,7 @@ class LoaderSubject(Subject):
         )
         if not self._iterable:
             name = "sampler" if ours.batch_sampler is None else "batch_sampler"
-            vars(loader)[name] = _Again(self._drawn)
+            vars(loader)[name] = itertools.cycle(self._drawn)
         self._place_on(loader, place)
         with untouched_generators(ours, ours.dataset):
             epochs = iter(lambda: iter(loader), None)
@@ -286,16 +286,6 @@ class LoaderSubject(Subject):
         if not place.workers and self._loader.persistent_workers:
             words.append("persistent_workers=False")
         return f"hybridloader.DataLoader(..., {', '.join(words)})"
-
-
-class _Again:
-    """Indices again and again, as a sampler or a batch sampler."""
-
-    def __init__(self, indices: list[Any]) -> None:
-        self._indices = indices
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.cycle(self._indices)
 
 
 class _Step(NamedTuple):
