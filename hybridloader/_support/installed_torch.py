@@ -11,9 +11,6 @@ Streams, autocast by kind of device, and torch's modes are as in 2.13 from 2.6 o
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
-
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -27,17 +24,9 @@ if not hasattr(torch, "accelerator"):
 try:
     from torch.utils.data._utils.worker import _RNG
 except ImportError:
+    from types import SimpleNamespace as _RNG  # type: ignore[assignment]
 
-    @dataclass(frozen=True)
-    class _RNG:  # type: ignore[no-redef]
-        """A worker's own generators, for `WorkerInfo.rng`, as torch's class of 2.12 and later."""
-
-        random_generator: random.Random
-        torch_generator: torch.Generator
-        numpy_generator: object | None = None
-
-
-WorkerGenerators = _RNG
+WorkerGenerators = _RNG  # class of a worker's own generators, for `WorkerInfo.rng`
 
 
 def current_accelerator() -> torch.device | None:
