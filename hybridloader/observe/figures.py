@@ -116,12 +116,12 @@ class StageStats:
 
     name: str
     backend: str
-    num_workers: int
-    items: int
-    busy: float
-    starved: float
-    blocked: float
-    other: float
+    num_workers: int = 1
+    items: int = 0
+    busy: float = 0.0
+    starved: float = 0.0
+    blocked: float = 0.0
+    other: float = 0.0
     cpu: float | None = None
     bytes: int | None = None
     queued: int = 0
@@ -139,12 +139,6 @@ class StageStats:
 class StageRecord(StageStats):
     """Measurements of one stage, of one thread between two stages, or of a source. The stall is 0."""
 
-    num_workers: int = 1
-    items: int = 0
-    busy: float = 0.0
-    starved: float = 0.0
-    blocked: float = 0.0
-    other: float = 0.0
     wait_for_core: float | None = None  # seconds that its workers were runnable but had no core
     gil_waits: tuple[float, ...] = ()
     """Seconds that its threads took to get the GIL back after releasing it, sampled."""
