@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Generic, Literal, TypeVar
 
 from hybridloader._support import system
@@ -73,17 +74,16 @@ class PerWorker(Generic[T]):
         one_of("PerWorker: on_fork", on_fork, ("leave", "close"))
         self._open, self._close, self._per, self._on_fork = open, close, per, on_fork
         self._key = os.urandom(12)
-        # All the mutable state, by process id: the handles from before a fork are kept.
-        self._places: dict[int, _Place[T]] = {}
+        # All the mutable state: objects with a `slot`, by process id. Those from before a fork are kept.
+        self._places: dict[int, Any] = {}
         _known[self._key] = self
 
     def __call__(self) -> T:
         """Return the handle of this worker."""
-        place = self._places.get(os.getpid()) or self._join()
-        opened = place.slot.opened
-        return place.slot.open(place) if opened is None else opened[0]
+        slot = (self._places.get(os.getpid()) or self._join()).slot
+        return self._opened_in(slot) if slot.opened is None else slot.opened[0]
 
-    def _join(self) -> _Place[T]:
+    def _join(self) -> Any:
         """Return the place of the handles of this process."""
         pid = os.getpid()
         if self._on_fork == "close":
@@ -91,9 +91,19 @@ class PerWorker(Generic[T]):
                 if process != pid:  # another thread may have added its process
                     # Without the lock: a fork may have copied it held.
                     place.slot.shut(inherited=True)
-        kind = _Place if self._per == "process" else _PlaceByThread
-        made = kind(partial(_Slot, self._open, self._close or close_if_it_can))
+        make = partial(_Slot, self._close or close_if_it_can)
+        made = SimpleNamespace(slot=make()) if self._per == "process" else _ByThread(make)
         return self._places.setdefault(pid, made)  # atomic: all threads get the same one
+
+    def _opened_in(self, slot: _Slot[T]) -> T:
+        """Open the handle unless it is open; it is closed with this worker, unless threads share it."""
+        with slot.lock:
+            if slot.opened is None:
+                info, alone = get_worker_info(), self._per == "thread"
+                if info is not None and (alone or info.worker_method == "multiprocessing"):
+                    at_end_of_worker(partial(_close, weakref.ref(self)))
+                slot.opened = (self._open(),)
+            return slot.opened[0]
 
     def close(self) -> None:
         """Close the handle of this thread (or process), if it is open. The next call opens another."""
@@ -129,25 +139,14 @@ def _received(key: bytes, open: Callable[[], T], options: dict[str, Any]) -> Per
 class _Slot(Generic[T]):
     """A handle of one thread, or of all threads of a process, which may be open."""
 
-    def __init__(self, open: Callable[[], T], close: Callable[[T], Any]) -> None:
-        self._open, self._close, self._pid = open, close, os.getpid()
-        self._lock = threading.RLock()  # a finalizer may end a worker on a thread that opens
+    def __init__(self, close: Callable[[T], Any]) -> None:
+        self._close, self._pid = close, os.getpid()
+        self.lock = threading.RLock()  # a finalizer may end a worker on a thread that opens
         # All the mutable state:
         self.opened: tuple[T] | None = None
 
-    def open(self, place: _Place[T]) -> T:
-        """Open the handle unless it is open; it is closed with this worker, unless threads share it."""
-        with self._lock:
-            if self.opened is None:
-                info = get_worker_info()
-                alone = isinstance(place, _PlaceByThread)
-                if info is not None and (alone or info.worker_method == "multiprocessing"):
-                    at_end_of_worker(partial(_close, weakref.ref(place)))
-                self.opened = (self._open(),)
-            return self.opened[0]
-
     def close(self) -> None:
-        with self._lock:
+        with self.lock:
             self.shut()
 
     def shut(self, *, inherited: bool = False) -> None:
@@ -166,19 +165,15 @@ class _Slot(Generic[T]):
                 self.shut()
 
 
-class _Place(Generic[T]):
-    """The slot of a process, which all its threads share."""
+class _ByThread(threading.local):
+    """The slots of the threads of a process: each thread that asks makes one."""
 
-    def __init__(self, make: Callable[[], _Slot[T]]) -> None:
+    def __init__(self, make: Callable[[], _Slot[Any]]) -> None:
         self.slot = make()
 
 
-class _PlaceByThread(threading.local, _Place[T]):
-    """The slots of the threads of a process: each thread that asks makes one."""
-
-
-def _close(reference: weakref.ref[_Place[Any]]) -> None:
+def _close(reference: weakref.ref[PerWorker[Any]]) -> None:
     """Close a handle, on the thread of the worker: one of a helper thread ends with that."""
-    place = reference()
-    if place is not None:
-        place.slot.close()
+    owner = reference()
+    if owner is not None:
+        owner.close()
