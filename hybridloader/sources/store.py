@@ -65,8 +65,6 @@ _S3 = ("s3", "s3a")  # protocols of s3fs
 
 _AT_ONCE = 8  # remote files that are indexed at the same time
 
-_AHEAD = 8 << 20  # bytes of each request where a remote file is read from beginning to end
-
 _MARKS = ("ETag", "etag", "LastModified", "Last-Modified", "mtime", "md5Hash", "updated", "created")
 """Fields of a file system that change with the contents; the first one found is used."""
 
@@ -185,15 +183,6 @@ class Store:
         found = ((name, str(info.get(name) or "").strip('"')) for name in _MARKS)
         mark = next((f"{name} {value}" for name, value in found if value), "")
         return Stamp(-1 if info.get("size") is None else int(info["size"]), mark)
-
-    def open(self, path: str) -> Any:
-        """Open a file that is read once, from its beginning to its end, by leaps."""
-        try:
-            if self.is_local:
-                return open(path, "rb")
-            return self.fs.open(path, "rb", block_size=_AHEAD, cache_type="readahead")
-        except Exception as error:
-            self.raise_named(error, path)
 
     def read(self, path: str, size: int = -1) -> bytes:
         """Return the contents of a file, of `size` bytes unless that is -1."""

@@ -375,13 +375,19 @@ class Archive:
         return index
 
     def _make(self) -> TarIndex:
-        whole = self.store.is_local or self.stamp.size < 0
         store, path, size = self.store, self.path, self.stamp.size
-        with store.open(path) if whole else Headers(store, path, size) as file:
-            try:
+        file: Any
+        try:
+            if store.is_local:
+                file = open(path, "rb")  # noqa: SIM115  # closed below
+            elif size < 0:  # can't be read by leaps
+                file = store.fs.open(path, "rb", block_size=_LARGE, cache_type="readahead")
+            else:
+                file = Headers(store, path, size)
+            with file:
                 return make_index(self.name, file, self.stamp)
-            except Exception as error:
-                store.raise_named(error, path)
+        except Exception as error:
+            store.raise_named(error, path)
 
 
 @contextmanager
