@@ -236,6 +236,7 @@ class ProcessHandle(WorkerHandle):
     """Handle of a worker process, which also knows how it ended."""
 
     name = "process"
+    _process: Any = None  # of multiprocessing or loky; None: a zygote forks it
     # All the mutable state:
     pidfd: OwnDescriptor | None = None  # readable once the process has ended; until `release`
     _ended = _terminated = False
@@ -306,7 +307,7 @@ class ProcessHandle(WorkerHandle):
     def send_signal(self, signum: int) -> None:
         """Send a signal to this process, never to another of its number. Raises `ProcessLookupError`."""
         with reaping:
-            if not self.is_alive():
+            if not self.is_alive() or (self.pidfd is None and self._process is None):
                 raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
             if self.pidfd is not None:
                 signal.pidfd_send_signal(self.pidfd.fileno(), signum)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import ctypes
-import errno
 import functools
 import gc
 import multiprocessing
@@ -533,12 +532,6 @@ class ForkedHandle(ProcessHandle):
 
     def failed(self, why: str) -> None:  # it could not be started
         self._failure, self._ended = why, True
-
-    def send_signal(self, signum: int) -> None:
-        with starters.reaping:
-            if not self.is_alive() or self.pidfd is None:
-                raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
-            signal.pidfd_send_signal(self.pidfd.fileno(), signum)
 
     def kill(self) -> None:
         if self.is_alive() and self.pidfd is None:
