@@ -108,8 +108,9 @@ def fingerprint(array: npt.NDArray[Any]) -> int:
 
 # -- Indices that several ranks have left of a shared order, as an order for other ranks.
 #
-# Each rank has a different position, so the rest is ragged at its beginning. An index of the rest is
-# computed from the positions of the ranks; nothing is stored per index. A rest may have a rest in turn.
+# Each rank has a different position, so the rest is ragged at its beginning: as far as the ranks are
+# apart, its positions are in an array; from there on they follow each other. A rest may have a rest in
+# turn.
 
 
 Ints = npt.NDArray[np.int64]
@@ -138,40 +139,27 @@ class Leftover:
         ranks = len(turns)
         self._before, self._ranks = before, ranks
         self._turns, self._first = np.asarray(turns, np.int64), np.asarray(first, np.int64)
-        self._base = int(self._turns.min())
-        self._tail: Ints | None
-        begins = (self._turns - self._base) // ranks  # in turns from the base on
-        self._order = np.argsort(begins, kind="stable")  # ranks, by their first turn
-        full, rest = divmod(max(0, size - self._base), ranks)  # turns of all ranks, and one of some
-        joins = np.minimum(begins[self._order], full)
-        # From turn `_joins[k]` on, k + 1 ranks take turns, until all do.
-        self._joins = joins
-        lengths = np.diff(joins) * np.arange(1, ranks)
-        self._ends = np.cumsum(np.concatenate([[len(self._first)], lengths]))
-        # Where all ranks take turns, positions are consecutive. That may begin after the end.
-        self._tail_at, self._tail = self._base + int(begins.max()) * ranks, None
-        tail = max(0, size - self._tail_at)
-        if begins.max() > full:
+        base = int(self._turns.min())
+        begins = (self._turns - base) // ranks  # in turns from the base on
+        full, rest = divmod(max(0, size - base), ranks)  # turns of all ranks, and one of some
+        # Within a turn, ranks come in the order of their first turn; from the turn on that all take, by
+        # their numbers.
+        order = np.argsort(begins, kind="stable")
+        ragged = np.arange(min(int(begins.max()), full), dtype=np.int64)[:, np.newaxis]
+        parts = [self._first, (base + order + ranks * ragged)[begins[order] <= ragged]]
+        self._tail = base + ranks * len(ragged)  # where positions follow each other
+        if begins.max() > full:  # some ranks take no turn
             late = np.flatnonzero(begins <= full)
-            self._tail = self._base + full * ranks + late[late < rest]
-            tail = len(self._tail)
-        self.size = int(self._ends[-1]) + tail
+            parts.append(self._tail + late[late < rest])
+            self._tail = size
+        self._head = np.concatenate(parts)
+        self.size = len(self._head) + max(0, size - self._tail)
 
     def take(self, places: Ints) -> Ints:
         """Return the positions at `places` of this order, in the first order that was shared."""
-        found = np.empty(len(places), np.int64)
-        early = places < len(self._first)
-        late = places >= self._ends[-1]
-        found[early] = self._first[places[early]]
-        beyond = places[late] - self._ends[-1]
-        found[late] = beyond + self._tail_at if self._tail is None else self._tail[beyond]
-        ragged = ~(early | late)
-        if ragged.any():
-            at = places[ragged]
-            part = np.searchsorted(self._ends, at, "right") - 1
-            turn, rank = np.divmod(at - self._ends[part], part + 1)
-            turn += self._joins[part]
-            found[ragged] = self._base + turn * self._ranks + self._order[rank]
+        found = places + (self._tail - len(self._head))
+        early = places < len(self._head)
+        found[early] = self._head[places[early]]
         return found if self._before is None else self._before.take(found)
 
     def saved(self) -> Saved:
