@@ -124,7 +124,10 @@ class Trace(ProgramBlock):
 
     def __init__(self, path: str | os.PathLike[str], max_events: int = EVENTS) -> None:
         super().__init__()
-        self.path = _check_path(path)
+        text = os.fspath(path)
+        if not isinstance(text, str) or not text.endswith((".json", ".json.gz")):
+            raise ValueError(f"the path of a trace must end in .json or .json.gz, not be {path!r}")
+        self.path = text
         # All the mutable state:
         self._events: deque[Event] = deque(maxlen=whole("max_events", max_events, 1))
         self._added, self._threads = itertools.count(), itertools.count()
@@ -445,17 +448,6 @@ def _plain(value: Any) -> Any:
 
 def _meta(kind: str, pid: int, tid: int, **details: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": details}
-
-
-_ENDINGS = (".json", ".json.gz")
-
-
-def _check_path(path: str | os.PathLike[str]) -> str:
-    """Return the path of a trace as text. Raises `ValueError` if it has another extension."""
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text.endswith(_ENDINGS):
-        raise ValueError(f"the path of a trace must end in .json or .json.gz, not be {path!r}")
-    return text
 
 
 def _check_writable(path: str) -> None:

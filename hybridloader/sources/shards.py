@@ -667,11 +667,6 @@ class BlockReader:
         described = self._shard_starts, self._limit, self._cache, False, self._starts, self._window
         return BlockReader, described
 
-    @property
-    def divided(self) -> bool:
-        """True if a sampler has announced its blocks."""
-        return self._starts is not None
-
     def divide(self, sizes: Ints, window: int) -> bool:
         """Have blocks of so many samples, of which `window` are in use at the same time.
 
