@@ -450,8 +450,6 @@ class OomWatch:
             cause = f"This platform does not report a lack of memory. If there was one: {_LESS}"
         elif self._before[0] == whose and kills > self._before[1]:
             counted = f"oom_kill rose from {self._before[1]} to {kills}"
-            if limit:
-                counted += f"; limit {_size(limit)}, in use {_size(used)}"
             cause = f"Likely cause: the {whose}'s OOM killer struck ({counted}). {_LESS}"
         else:
             cause = (

@@ -297,7 +297,7 @@ REPORTS: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         },
         v2("slice/job/step", "max", 1, 5),
         [
-            f"{KILLED} 2 to 5; limit 500.00 B, in use 400.00 B). {LESS}",
+            f"{KILLED} 2 to 5). {LESS}",
             "Memory now: cgroup 400.00 B of 500.00 B in use.",
         ],
     ),
