@@ -200,6 +200,12 @@ class CoreUse:
     share: float | None = None
 
 
+def others_busy(use: CoreUse) -> float:
+    """Return the cores that other programs kept busy; 0 for less than a quarter of the cores."""
+    others = 0.0 if use.busy is None or use.own is None else use.busy - use.own
+    return others if others >= 0.25 * use.cores else 0.0
+
+
 @dataclass(frozen=True)
 class Recording:
     """Measurements of one run: stages in order from the source, branches before their join."""

@@ -15,7 +15,7 @@ from hybridloader._support.text import Shown, function, short, whole
 from hybridloader._support.text import time as shown
 from hybridloader._support.torch_env import device_in_use
 from hybridloader._support.user_objects import attribute, close, length_of
-from hybridloader.observe.figures import CoreUse
+from hybridloader.observe.figures import others_busy
 from hybridloader.observe.measures import CoreUsage
 
 WARM_UP = 4  # first steps, which are not timed: workers start, kernels are compiled
@@ -162,15 +162,7 @@ def headroom(
     for number in range(timed):
         step(kept[number % len(kept)])
     ready = (_now() - began) / timed
-    return Headroom(loading, ready, timed, len(kept), _others(cores.use()))
-
-
-def _others(use: CoreUse) -> float:
-    """Return the cores that other programs kept busy, if they are enough to matter."""
-    from hybridloader.observe.verdict import OTHERS  # most loaders need no verdict
-
-    others = 0.0 if use.busy is None or use.own is None else use.busy - use.own
-    return others if others >= OTHERS * use.cores else 0.0
+    return Headroom(loading, ready, timed, len(kept), others_busy(cores.use()))
 
 
 def synchronize() -> None:

@@ -17,6 +17,7 @@ from hybridloader.observe.figures import (
     Figures,
     StageRecord,
     length,
+    others_busy,
     stall_by_stage,
     within,
     without_data,
@@ -45,9 +46,9 @@ FOR_CORES, MENTIONED = 0.25, 0.05
 """From these shares of a stage's busy time on, waiting for cores means that there are too few, and is
 mentioned in the evidence."""
 
-FULL, OTHERS = 0.95, 0.25
+FULL = 0.95
 """Busy share of the cores from which more workers do not help a stage that computes (all busy reads as
-0.97 to 1), and share used by other programs from which the advice is about those."""
+0.97 to 1)."""
 
 COMPUTES = 0.5
 """A stage computes, rather than waits, if CPU time is at least this share of its busy time without the
@@ -394,8 +395,7 @@ def for_cores(cores: CoreUse, kind: str | None) -> str:
         more += ". Its threads also hold the GIL, so processes would do more"
     elif kind == "waits":
         more = "or take more workers, which wait at the same time"
-    others = None if cores.busy is None or cores.own is None else cores.busy - cores.own
-    if others is not None and others >= OTHERS * cores.cores:
+    if others := others_busy(cores):
         return (
             f"Other programs kept {others:.1f} of the {cores.cores:g} cores busy: stop them, or use "
             f"a machine with free cores; {more}."
