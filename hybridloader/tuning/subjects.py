@@ -50,10 +50,8 @@ _END: Any = object()
 class Running(Iterator[Any]):
     """Results of a subject with one plan, epoch after epoch; `epoch` is the present one."""
 
-    def __init__(
-        self, epochs: Iterator[Any], stats: Callable[[Any], Stats], names: Sequence[str]
-    ) -> None:
-        self._epochs, self._stats, self._names = epochs, stats, names
+    def __init__(self, epochs: Iterator[Any], names: Sequence[str]) -> None:
+        self._epochs, self._names = epochs, names
         self.epoch: Any = None
 
     def __next__(self) -> Any:
@@ -65,7 +63,7 @@ class Running(Iterator[Any]):
 
     def stages(self) -> tuple[Costs | None, ...]:
         """Return the costs of each stage until now."""
-        stats = self._stats(self.epoch)
+        stats = self.epoch.stats()
         return tuple(_costs(stats, name) for name in self._names)
 
 
@@ -240,8 +238,7 @@ class LoaderSubject(Subject):
             vars(loader)[name] = itertools.cycle(self._drawn)
         self._place_on(loader, place)
         with untouched_generators(ours, ours.dataset):
-            epochs = iter(lambda: iter(loader), None)
-            running = Running(epochs, lambda _: loader.stats(), ("DataLoader",))
+            running = Running(iter(lambda: iter(loader), None), ("DataLoader",))
             try:
                 yield running
             finally:
@@ -332,7 +329,7 @@ class PipelineSubject(Subject):
             untouched_generators(*steps_in(self._pipeline)),
             self.apply(plan, timeout).epochs(None, seed=0, observe=True) as epochs,
         ):
-            yield Running(iter(epochs), lambda run: run.stats(), rows)
+            yield Running(iter(epochs), rows)
 
     def apply(self, plan: Plan, timeout: float | None = None) -> Pipeline:
         """Return the pipeline with `plan`; with a `timeout`, for a measurement."""
