@@ -60,7 +60,6 @@ class ProgramBlock(ABC):
             return self._names[name, key]
 
     def __enter__(self) -> Self:
-        self._begin()
         type(self).running = self
         return self
 
@@ -75,9 +74,6 @@ class ProgramBlock(ABC):
         if type(self).running is self:
             type(self).running = None
         self._end(error)
-
-    def _begin(self) -> None:  # noqa: B027  # most have nothing to do
-        """Prepare the block; an error raised here keeps it from running."""
 
     @abstractmethod
     def _end(self, error: BaseException | None) -> None:
@@ -140,7 +136,7 @@ class Trace(ProgramBlock):
 
     # -- begin and end -------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def __enter__(self) -> Self:
         if self._base is not None:
             raise RuntimeError("this trace has begun before; make a new one")
         if (other := Trace.running) is not None:
@@ -152,6 +148,7 @@ class Trace(ProgramBlock):
         _check_writable(self.path)
         self._processes[self._owner] = "your program"
         self._base = _unix_of_zero()
+        return super().__enter__()
 
     def _end(self, error: BaseException | None) -> None:
         if error is not None:
