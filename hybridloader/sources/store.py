@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache, partial
+from operator import methodcaller
 from time import monotonic, perf_counter, sleep
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -146,7 +147,7 @@ class Store:
         self.is_local = is_local(url)
         # A file in an archive has a file position. Other stores serve all threads.
         self._opened = PerWorker(partial(_opened, url, self._options), close=_nothing)
-        self._files = PerWorker(_local_files, close=_close_all, per="process")
+        self._files = PerWorker(_local_files, close=methodcaller("cache_clear"), per="process")
 
     @property
     def fs(self) -> Any:
@@ -453,10 +454,6 @@ class _LocalFile:
 def _local_files() -> Any:
     """Return a function that opens local files; the last `_OPEN` of them stay open."""
     return lru_cache(_OPEN)(_LocalFile)
-
-
-def _close_all(files: Any) -> None:
-    files.cache_clear()
 
 
 class RemoteFile(io.RawIOBase, ABC):
