@@ -239,9 +239,11 @@ class Chain:
         A `Source`, then any other operators.
     """
 
-    __slots__ = ("operators",)
+    __slots__ = ("operators", "planned")
 
     operators: tuple[Operator, ...]
+    planned: tuple[Any, ...]
+    """Plan of its latest run, without this chain; see `lay_out`."""
 
     @property
     def length(self) -> Length:

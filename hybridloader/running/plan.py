@@ -9,6 +9,7 @@ else. A node that only counts and reorders is pulled by the thread that needs it
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -158,8 +159,12 @@ Cuts = Mapping[Path, Set[int]]  # numbers of functions that begin a node, by the
 def lay_out(chain: Chain, cuts: Cuts | None = None, path: Path = ()) -> ChainPlan:
     """Return the plan of one pipeline, and in it those of the chains that it is joined of.
 
-    `path` is that of a chain that is a branch.
+    `path` is that of a chain that is a branch. The plan of a whole pipeline is kept for its next run in
+    this process: another one may have to use other backends.
     """
+    whole = not (cuts or path)
+    if whole and getattr(chain, "planned", (None,))[0] == os.getpid():
+        return ChainPlan(chain, path, *chain.planned[1:])
     cuts = cuts or {}
     nodes: list[Node] = []
     kinds = ["quick"]  # of pulling the first so many nodes: see `_kind_after`
@@ -191,7 +196,10 @@ def lay_out(chain: Chain, cuts: Cuts | None = None, path: Path = ()) -> ChainPla
         add(_relay_behind(nodes[-1]))
     _mark_forwarded(nodes)
     placed = [replace(node, path=(*path, at)) for at, node in enumerate(nodes)]
-    return ChainPlan(chain, path, tuple(placed), kinds[-1] == "quick")
+    found = tuple(placed), kinds[-1] == "quick"
+    if whole:
+        object.__setattr__(chain, "planned", (os.getpid(), *found))
+    return ChainPlan(chain, path, *found)
 
 
 def _relay_behind(node: Node) -> RelayNode:
