@@ -24,7 +24,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 from hybridloader._support.text import brief, warn
 from hybridloader._support.threads import join
@@ -194,40 +194,31 @@ class _TaskSharing:
     note is no harm. Sharing begins above `_worth` seconds and ends below half of that.
     """
 
-    def __init__(self, workers: int, samples_of: Callable[[Any], Any]) -> None:
-        self._samples_of = samples_of
+    def __init__(self, workers: int, listed: bool) -> None:
+        self.listed = listed  # as `Fetch.listed`
         self._worth = max(_LEAST, workers * _EACH)
         # All the mutable state:
         self.shares = True  # all workers do each task together
         self.mean = 0.0  # recent seconds of a task
         self.limit = float("inf")  # for `mean`; crossing it changes `shares`
         self._workers: list[Worker] = []
-        self._inboxes: list[_Inbox] = []
-        self._measures: deque[Measures] = deque()  # sent with the answer of another worker
+        self.inboxes: list[_Inbox] = []
+        self.measures: deque[Measures] = deque()  # sent with the answer of another worker
 
     def join(self, worker: Worker, inbox: _Inbox) -> None:
         """Let a worker, which has not started, take part."""
         self._workers.append(worker)
-        self._inboxes.append(inbox)
+        self.inboxes.append(inbox)
 
     def begin(self) -> None:
         """Note that an epoch begins: measures of the one before are not sent any more."""
-        self._measures = deque()
+        self.measures = deque()
 
     @property
     def possible(self) -> bool:
         """False after a failed `init_fn`, whose error answers all tasks of its worker, and if one has
         seeded generators, from which its worker draws in the order of its tasks."""
         return not any(worker.broken or worker.draws_in_turn for worker in self._workers)
-
-    def send(self, worker: int, task: Task, queued: list[tuple[_Inbox, Any]]) -> bool:
-        """Queue a task for all workers; False if it is to go to its worker alone."""
-        samples = self._samples_of(task.index)
-        if type(samples) not in (list, tuple) or len(samples) < 2:
-            return False
-        shared = SharedTask(worker, task, samples, self._measures)
-        queued += [(inbox, shared) for inbox in self._inboxes]
-        return True
 
     def turn(self, seconds: float) -> None:
         """Decide again: `mean` has passed `limit`, or the first task took so many `seconds`."""
@@ -269,7 +260,7 @@ class _ThreadCrew(Crew):
         if worker == 0 and not self._copies and spec.sharable:
             seeding = spec.seeding
             if seeding is None or seeding.kind is not Kind.WORKER:
-                self._sharing = _TaskSharing(spec.workers, spec.fetch.samples_of)
+                self._sharing = _TaskSharing(spec.workers, spec.fetch.listed)
         if self._sharing is not None:
             self._sharing.join(made, thread.messages)
         self.place(worker, thread)
@@ -290,17 +281,23 @@ class _ThreadCrew(Crew):
             self._sharing = None
 
     def send(self, worker: int, message: Message) -> None:
+        sharing = self._sharing
         if type(message) is not Task:
             self.flush()
-            if self._sharing is not None and type(message) is Begin:
-                self._sharing.begin()
+            if sharing is not None and type(message) is Begin:
+                sharing.begin()
             self._threads[worker].messages.put(message)
-        elif (
-            self._sharing is None
-            or not self._sharing.shares
-            or not self._sharing.send(worker, message, self._queued)
-        ):
-            self._queued.append((self._threads[worker].messages, message))
+            return
+        if sharing is not None and sharing.shares:
+            samples = message.index
+            if sharing.listed:
+                samples = samples[0] if type(samples) is list and len(samples) == 1 else None
+            if type(samples) in (list, tuple) and len(samples) > 1:
+                shared = SharedTask(worker, message, samples, sharing.measures)
+                for inbox in sharing.inboxes:
+                    self._queued.append((inbox, shared))
+                return
+        self._queued.append((self._threads[worker].messages, message))
 
     def flush(self) -> None:
         for messages, task in self._queued:

@@ -377,21 +377,17 @@ def get_backend(backend: Any) -> Backend:
             f"unknown backend {backend!r}; {guess}there are: {listed}, and auto "
             "(measures; for a loader or a step). Pass your own as an instance"
         )
-    made: Any = _load(backend, entry)()
+    module, _, attribute = entry.target.partition(":")
+    try:
+        factory: Any = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise BackendUnavailable(
+            f"backend {backend!r} can't be imported ({error}); to install it: {entry.install}"
+        ) from error
+    made: Any = factory()
     if not isinstance(made, Backend):
         raise TypeError(f"backend {backend!r} gave {made!r}, which is not a Backend")
     return made
-
-
-def _load(name: str, entry: Entry) -> Callable[[], Backend]:
-    module, _, attribute = entry.target.partition(":")
-    try:
-        factory: Callable[[], Backend] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise BackendUnavailable(
-            f"backend {name!r} can't be imported ({error}); to install it: {entry.install}"
-        ) from error
-    return factory
 
 
 def usable(backend: Backend) -> Backend:

@@ -241,9 +241,8 @@ class Fetch(ABC):
         """True if several workers that share the dataset may fetch the samples of one task."""
         return False
 
-    def samples_of(self, index: Any) -> Any:
-        """Return the indices of a task's samples, which several workers may fetch, if `divisible`."""
-        return index
+    listed: ClassVar[bool] = False
+    """True if the index of a task is a list of batches, of which there must be one to divide it."""
 
     @property
     def spreads(self) -> bool:

@@ -700,6 +700,7 @@ class WorkFetch(Fetch):
     threads: int = 1  # of each worker
     on_error: Policy | None = None  # it retries and replaces here; skips are only noted
     entries: Any = None  # of torch's collate map, for fresh workers: see `with_entries`
+    listed: ClassVar[bool] = True
 
     @property
     def dataset(self) -> Any:
@@ -726,9 +727,6 @@ class WorkFetch(Fetch):
         """True if its first step makes batches of a dataset's samples."""
         first = self.steps[0].function
         return isinstance(first, MapFetch) and first.divisible
-
-    def samples_of(self, index: Any) -> Any:
-        return index[0] if type(index) is list and len(index) == 1 else None
 
     @property
     def overlaps(self) -> bool:

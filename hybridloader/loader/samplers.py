@@ -134,6 +134,10 @@ class _Batches(Iterator[list[int]]):
 
 PLAIN = BatchSampler, BatchOrder  # batch samplers that draw nothing ahead of their batches
 
+_LAST = SequentialSampler, RandomSampler  # samplers without a state or another sampler
+
+_TORCHS = BatchSampler, *_LAST  # samplers without an epoch
+
 
 DEFAULT = "default"  # name of torch's default generator in a state
 
@@ -176,7 +180,8 @@ class Samplers(NamedTuple):
         outer = loader._index_sampler
         # Batch samplers of other classes may have drawn ahead of their batches.
         drawn = outer.sampler if type(outer) in PLAIN else outer
-        return cls(outer, loader.generator, _chain(outer), drawn if is_stateful(drawn) else None)
+        stateful = type(drawn) not in _LAST and is_stateful(drawn)
+        return cls(outer, loader.generator, _chain(outer), drawn if stateful else None)
 
     @property
     def names(self) -> list[str]:
@@ -252,7 +257,7 @@ class Samplers(NamedTuple):
     def _seeded(self) -> Any:
         """Sampler with a `set_epoch()`, whose order depends on the epoch."""
         for sampler in self.chain:
-            if callable(attribute(sampler, "set_epoch")):
+            if type(sampler) not in _TORCHS and callable(attribute(sampler, "set_epoch")):
                 return sampler
         return None
 
@@ -297,7 +302,7 @@ class Samplers(NamedTuple):
         """
         stateful = self.stateful
         iterator: Any = indices.rest if isinstance(indices, PeekedIndices) else indices
-        if not is_stateful(iterator):
+        if isgenerator(iterator) or not is_stateful(iterator):
             iterator = None
         if stateful is None and iterator is None:
             return None
@@ -337,8 +342,11 @@ def _chain(outer: Any) -> list[Any]:
     found = [outer]
     while len(found) < _LONGEST_CHAIN:
         last = found[-1]
-        inner = attribute(last, "batch_sampler")
-        if inner is None:
+        if type(last) in _LAST:
+            break
+        if type(last) in PLAIN:
+            inner = last.sampler
+        elif (inner := attribute(last, "batch_sampler")) is None:
             inner = attribute(last, "sampler")
         if inner is None or id(inner) in map(id, found):
             break

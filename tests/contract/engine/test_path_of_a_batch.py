@@ -231,7 +231,7 @@ def test_torchs_profiler_range_is_entered_where_something_is_to_be_seen_by_it(
 @pytest.mark.parametrize(
     ("make", "modules", "calls"),
     [
-        (lambda: DataLoader(Numbers(), SIZE, num_workers=2, backend="threads"), 29, 196),  # type: ignore[arg-type]
+        (lambda: DataLoader(Numbers(), SIZE, num_workers=2, backend="threads"), 29, 173),  # type: ignore[arg-type]
         (
             lambda: (
                 Pipeline.from_dataset(range(10_000))
@@ -239,7 +239,7 @@ def test_torchs_profiler_range_is_entered_where_something_is_to_be_seen_by_it(
                 .batch(SIZE)
             ),
             36,
-            526,
+            450,
         ),
     ],
     ids=["loader-threads", "pipeline-fork"],
