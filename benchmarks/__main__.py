@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases. Return 1 if a loader of hybridloader failed, or batches were not the same."""
     options = parser().parse_args(arguments)
     began, failed = time.monotonic(), 0
+    # Where it is set, each fresh worker compiles what has no bytecode: 16 took 0.16 s, not 0.12.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     about = machine.about()
     print(page.sentence(about))
     for name in options.case:
