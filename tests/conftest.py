@@ -35,6 +35,10 @@ settings.load_profile("hybridloader")
 # other processes of a run need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Ray runs its workers at niceness 15. Beside five busy programs on two cores, importing torch took them
+# more than a minute.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 _HUGE_PAGES = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 """Setting for a process of pytest-xdist: glibc asks for huge pages, so a fork copies fewer page tables.
 
