@@ -70,6 +70,27 @@ def test_in_a_daemonic_process_threads_take_the_place_of_processes_and_it_is_tol
     assert [warning.filename for warning in caught] == [__file__]
 
 
+def run_again(pipe: Any, found: Any) -> None:
+    with pytest.warns(UserWarning, match="daemonic"):
+        found.put((os.getpid(), [*pipe]))
+
+
+@needs_fork
+def test_a_pipeline_that_has_run_takes_threads_in_a_daemonic_fork() -> None:
+    """Its plan is kept for its next run, but not by a fork."""
+    pipe = Pipeline.from_iterable(range(2)).map(pid, backend=Fork(), num_workers=1)
+    assert os.getpid() not in set(pipe)
+    context = multiprocessing.get_context("fork")
+    found = context.SimpleQueue()
+    process = context.Process(target=run_again, args=(pipe, found), daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert found.get() == (process.pid, [process.pid] * 2)
+    process.close()
+    found.close()
+
+
 @pytest.mark.usefixtures("_daemonic")
 @pytest.mark.filterwarnings("ignore:.*daemonic")
 def test_threads_that_take_the_place_of_processes_have_their_limit_of_memory() -> None:
