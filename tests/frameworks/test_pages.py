@@ -65,19 +65,34 @@ def test_the_page_shows_a_part_of_the_example_first_and_that_of_pipelines_in_its
     assert f"(../../examples/frameworks/{example_of(page, kind).name}):" in text[: block.start()]
 
 
+RUN_ALL = """if True:
+    import runpy, sys
+    for script in sys.argv[1:]:
+        runpy.run_path(script, run_name="__main__")
+        print("-- end of", script)
+"""
+"""Both examples of a page run in one process: most of their time is the import of the framework."""
+
+
 @pytest.mark.frameworks
-@pytest.mark.parametrize(("kind", "page"), SHOWN)
-def test_the_example_runs_as_a_script(kind: str, page: str, tmp_path: Path) -> None:
-    """Run it in an empty folder without a network; no warning is raised."""
+@pytest.mark.parametrize("page", NAMES)
+def test_the_examples_run_as_scripts(page: str, tmp_path: Path) -> None:
+    """Run them in an empty folder without a network; no warning is raised."""
     module = FRAMEWORKS[page]
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"needs {module}: pip install -c constraints.txt -e '.[frameworks]'")
+    scripts = [example_of(name, kind) for kind, name in SHOWN if name == page]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = python(example_of(page, kind), cwd=tmp_path, **offline)
+    done = python("-c", RUN_ALL, *scripts, cwd=tmp_path, **offline)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    printed = done.stdout
+    for script in scripts:
+        shown, end, printed = printed.partition(f"-- end of {script}\n")
+        assert shown.strip(), f"{script.name} printed nothing"
+        assert end
     assert "Traceback" not in done.stderr, done.stderr
-    ours = rf"(hybridloader/\S+|{example_of(page, kind).name}):\d+: \w*Warning"
+    names = "|".join(script.name for script in scripts)
+    ours = rf"(hybridloader/\S+|{names}):\d+: \w*Warning"
     assert not re.search(ours, done.stderr), done.stderr
 
 
