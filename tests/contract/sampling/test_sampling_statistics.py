@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
+import scipy  # `scipy.stats`, which takes a second to import, is loaded when it is first used
 import torch
-from scipy import stats
 
 from hybridloader.sampling import Permutation
 
@@ -49,13 +49,13 @@ def coarse(n: int, seed: int, epoch: int) -> Ints:
 
 
 def _even(observed: Ints) -> float:
-    return float(stats.chisquare(observed).pvalue)
+    return float(scipy.stats.chisquare(observed).pvalue)
 
 
 def _even_grid(a: Ints, b: Ints) -> float:
     """Are pairs of numbers below 64, each of which is as often in `a` and in `b`, even too?"""
     observed = np.bincount(a * 64 + b, minlength=64 * 64)
-    return float(stats.chisquare(observed, ddof=2 * 63).pvalue)  # rows and columns are fixed
+    return float(scipy.stats.chisquare(observed, ddof=2 * 63).pvalue)  # rows and columns are fixed
 
 
 def value_at_a_position(order: Order, n: int, many: int) -> float:
@@ -87,7 +87,7 @@ def neighbors(order: Order, n: int, seed: int) -> float:
 def ascents(order: Order, n: int, seed: int) -> float:
     """In one order, is every second value above the one before? (n - 1) / 2, variance (n + 1) / 12."""
     rises = int((np.diff(order(n, seed, 0)) > 0).sum())
-    return float(2 * stats.norm.sf(abs(rises - (n - 1) / 2) / math.sqrt((n + 1) / 12)))
+    return float(2 * scipy.stats.norm.sf(abs(rises - (n - 1) / 2) / math.sqrt((n + 1) / 12)))
 
 
 def across_epochs(order: Order, n: int, seed: int) -> float:
@@ -109,9 +109,9 @@ def fixed_points(order: Order, n: int, many: int) -> float:
     """Over seeds, is the number of values in their own place Poisson with mean 1?"""
     counts = [int((order(n, seed, 0) == np.arange(n)).sum()) for seed in range(many)]
     observed = np.bincount(np.minimum(counts, 4), minlength=5)
-    expected = stats.poisson.pmf(np.arange(5), 1)
+    expected = scipy.stats.poisson.pmf(np.arange(5), 1)
     expected[4] = 1 - expected[:4].sum()
-    return float(stats.chisquare(observed, expected * many).pvalue)
+    return float(scipy.stats.chisquare(observed, expected * many).pvalue)
 
 
 MANY = [value_at_a_position, neighbors_over_seeds, fixed_points]

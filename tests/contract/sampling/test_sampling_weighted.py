@@ -8,10 +8,10 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 import pytest
+import scipy  # `scipy.stats`, which takes a second to import, is loaded when it is first used
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from hybridloader.sampling import WeightedSampler
 
@@ -34,7 +34,7 @@ def p_of(observed: npt.NDArray[np.int64], weights: npt.NDArray[np.float64]) -> f
     expected = weights / weights.sum() * observed.sum()
     assert not observed[expected == 0].any()
     there = expected > 0
-    return float(stats.chisquare(observed[there], expected[there]).pvalue)
+    return float(scipy.stats.chisquare(observed[there], expected[there]).pvalue)
 
 
 FINE = 1 << 16
@@ -90,14 +90,14 @@ def test_beyond_what_torch_draws_from() -> None:
     with pytest.raises(RuntimeError, match="number of categories cannot exceed"):
         list(torch.utils.data.WeightedRandomSampler(weights, 10))  # type: ignore[arg-type]
     upper = int((drawn(WeightedSampler(weights, 200_000, seed=1)) >= n // 2).sum())
-    assert stats.binomtest(upper, 200_000, 1 / 3).pvalue > BELOW
+    assert scipy.stats.binomtest(upper, 200_000, 1 / 3).pvalue > BELOW
 
 
 def test_epochs_and_neighboring_draws_are_unrelated() -> None:
     sampler = WeightedSampler(np.ones(64), 400_000, seed=1)
     first, second = drawn(sampler), drawn(sampler)
     for a, b in ((first, second), (first[:-1], first[1:]), (first[::2], second[1::2])):
-        assert stats.chisquare(np.bincount(a * 64 + b, minlength=64 * 64)).pvalue > BELOW
+        assert scipy.stats.chisquare(np.bincount(a * 64 + b, minlength=64 * 64)).pvalue > BELOW
 
 
 def test_small_weights_are_not_lost_in_a_large_sum() -> None:
@@ -106,7 +106,7 @@ def test_small_weights_are_not_lost_in_a_large_sum() -> None:
     weights[0] = 2.0**24
     upper = int((drawn(WeightedSampler(weights, 100_000, seed=1)) >= 1).sum())
     share = 2_999_999 / (2**24 + 2_999_999)
-    assert stats.binomtest(upper, 100_000, share).pvalue > BELOW
+    assert scipy.stats.binomtest(upper, 100_000, share).pvalue > BELOW
 
 
 def test_weights_may_come_in_any_form() -> None:
