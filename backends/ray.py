@@ -105,6 +105,8 @@ class _Result(engine.Pickled):
 
 
 class _RayCrew(engine.Crew):
+    handles: Sequence[_Actor]
+
     def __init__(self, actor: Any, memory: int, wanted: str) -> None:
         self.actor, self.memory, self.wanted = actor, memory, wanted
         self.slots = engine.PrivateSlots(memory)
@@ -128,7 +130,7 @@ class _RayCrew(engine.Crew):
                 "Ray was shut down while the loader had workers there; connect again, and make a "
                 "new iterator"
             )
-        starting = (actor.work for actor in self.actors if not actor.ready)
+        starting = (actor.work for actor in self.handles if not actor.ready)
         work = next((work for sent, work in starting if sent is spec), None)
         if work is None:  # otherwise workers that start together share it
             work = _package().put(engine.work_of(spec))
@@ -138,13 +140,13 @@ class _RayCrew(engine.Crew):
 
     def send(self, worker: int, message: engine.Message) -> None:
         index = message.index if isinstance(message, engine.Task) else None
-        self.actors[worker].send(message, index.place if isinstance(index, _Result) else None)
+        self.handles[worker].send(message, index.place if isinstance(index, _Result) else None)
 
     def stack(self, worker: int) -> str:
-        return self.actors[worker].stack()
+        return self.handles[worker].stack()
 
     def leave(self) -> None:
-        for actor in self.actors:
+        for actor in self.handles:
             actor.leave()
         super().leave()
 
@@ -156,12 +158,8 @@ class _RayCrew(engine.Crew):
 
     def _lost(self) -> None:
         if _connection() != self.connection:
-            for actor in self.actors:
+            for actor in self.handles:
                 actor.lost(_SHUT_DOWN)
-
-    @property
-    def actors(self) -> Sequence[_Actor]:
-        return self.handles()  # type: ignore[return-value]
 
 
 class _Actor(engine.CallingHandle):

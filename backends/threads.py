@@ -24,7 +24,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from hybridloader._support.text import brief, warn
 from hybridloader._support.threads import join
@@ -242,11 +242,12 @@ class _TaskSharing:
 
 
 class _ThreadCrew(Crew):
+    handles: Sequence[_Thread]
+
     def __init__(self, copies: bool, slots: PrivateSlots) -> None:
         teach_torch()
         self._copies, self._slots = copies, slots
         self._queued: list[tuple[_Inbox, Incoming]] = []  # sent by the next flush
-        self._threads = cast("list[_Thread]", self.handles())  # the list that `place` changes
         # One for each worker that may be running `init_fn`.
         self._opening: list[threading.Event] = []
         self._sharing: _TaskSharing | None = None  # None: each worker does its tasks alone
@@ -286,7 +287,7 @@ class _ThreadCrew(Crew):
             self.flush()
             if sharing is not None and type(message) is Begin:
                 sharing.begin()
-            self._threads[worker].messages.put(message)
+            self.handles[worker].messages.put(message)
             return
         if sharing is not None and sharing.shares:
             samples = message.index
@@ -297,7 +298,7 @@ class _ThreadCrew(Crew):
                 for inbox in sharing.inboxes:
                     self._queued.append((inbox, shared))
                 return
-        self._queued.append((self._threads[worker].messages, message))
+        self._queued.append((self.handles[worker].messages, message))
 
     def flush(self) -> None:
         for messages, task in self._queued:
@@ -307,8 +308,8 @@ class _ThreadCrew(Crew):
     def stack(self, worker: int) -> str:
         found = None if self._sharing is None else self._sharing.at_work(worker)
         if found is None:
-            return _stack_of(self._threads[worker].thread.ident, "The thread")
-        number = {thread.ident: number for number, thread in enumerate(self._threads)}
+            return _stack_of(self.handles[worker].thread.ident, "The thread")
+        number = {thread.ident: number for number, thread in enumerate(self.handles)}
         task, begun = found
         return "\n".join(
             _stack_of(ident, f"Worker {number.get(ident)}, at sample {place}: {brief(item)}")
@@ -317,7 +318,7 @@ class _ThreadCrew(Crew):
         )
 
     def leave(self) -> None:
-        for thread in self._threads:
+        for thread in self.handles:
             thread.context.cancelled = True  # the rest of a batch is skipped
         super().leave()
 

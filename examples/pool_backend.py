@@ -34,7 +34,7 @@ class PoolCrew(engine.Crew):
         self.place(worker, PoolWorker(self, worker, engine.PackedSpec(spec)))
 
     def send(self, worker: int, message: engine.Message) -> None:
-        self.handles()[worker].outbox.put(engine.dumps(message))
+        self.handles[worker].outbox.put(engine.dumps(message))
 
 
 class PoolWorker(engine.WorkerHandle):

@@ -458,8 +458,8 @@ class BackendContract:
                 [result] = crew.collect(1)
                 assert result.seq == seq
                 assert crew.open(result)[-1] == seq
-            assert len(crew.raw.handles()) == 2
-            assert all(handle.is_alive() for handle in crew.raw.handles())
+            assert len(crew.raw.handles) == 2
+            assert all(handle.is_alive() for handle in crew.raw.handles)
             # Results of dead workers can still be opened.
             assert [int(crew.open(before[seq])[0]) for seq in (0, 1)] == [100, 101]
 
@@ -478,7 +478,7 @@ class BackendContract:
         with self.crew(self.spec(filled, workers=2)) as crew:
             for seq in range(20):
                 crew.send(0, Task(seq, seq))
-            handles = list(crew.raw.handles())
+            handles = list(crew.raw.handles)
             assert all(isinstance(handle, WorkerHandle) for handle in handles)
             crew.raw.close()
             assert not any(handle.is_alive() for handle in handles)
@@ -490,7 +490,7 @@ class BackendContract:
         with self.crew(self.spec(filled, workers=2)) as crew:
             for seq in range(20):
                 crew.send(seq % 2, Task(seq, seq))
-            handles = list(crew.raw.handles())
+            handles = list(crew.raw.handles)
             crew.raw.leave()
             crew.raw.leave()
             crew.raw.close()
@@ -498,7 +498,7 @@ class BackendContract:
 
     def test_a_crew_that_never_started_a_worker_can_be_closed(self) -> None:
         crew = self.backend.open()
-        assert list(crew.handles()) == []
+        assert list(crew.handles) == []
         crew.close()
 
     def test_the_backend_itself_is_a_plain_value(self) -> None:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from hybridloader._support import system
 from hybridloader._support.user_objects import Failure
@@ -299,6 +299,8 @@ class _ProcessWorker(NamedTuple):
 
 
 class ProcessCrew(Crew):
+    handles: Sequence[ProcessHandle]
+
     def __init__(
         self,
         starter: Starter,
@@ -308,7 +310,6 @@ class ProcessCrew(Crew):
         self._starter, self.transport, self._check = starter, starter.transport, check
         self._limit = limit
         # All the mutable state:
-        self._handles = cast("list[ProcessHandle]", self.handles())  # the list that `place` changes
         self._workers: list[_ProcessWorker] = []
         self._gone: set[int] = {ZYGOTE}  # workers whose frames are no longer events
         self._asked: set[int] = set()
@@ -393,7 +394,7 @@ class ProcessCrew(Crew):
         self.transport.wake()
 
     def stack(self, worker: int) -> str:
-        handle, record = self._handles[worker], self._workers[worker].record
+        handle, record = self.handles[worker], self._workers[worker].record
         if record is None:
             return "The stack of a worker can't be read on this platform."
         pid = handle.known_pid
@@ -410,13 +411,13 @@ class ProcessCrew(Crew):
     def close(self) -> None:
         self.leave()
         assert self._left is not None
-        join_all(self._handles, self._left + GRACE)
-        running = [handle for handle in self._handles if handle.is_alive()]
+        join_all(self.handles, self._left + GRACE)
+        running = [handle for handle in self.handles if handle.is_alive()]
         for handle in running:
             handle.kill()
         join_all(running, time.monotonic() + _DYING)
         self._starter.close()
-        for handle in self._handles:
+        for handle in self.handles:
             handle.release()
         self.transport.close()
         for channel, record in self._workers:
@@ -471,7 +472,7 @@ class ProcessCrew(Crew):
         return Ready(worker, frames.decode_shard_start(found.body))
 
     def _has_ended(self, worker: int) -> bool:
-        handle = self._handles[worker]
+        handle = self.handles[worker]
         handle.join(GRACE)  # the system is about to report the end
         return not handle.is_alive()
 
@@ -491,8 +492,8 @@ class ProcessCrew(Crew):
                 former.channel.close()
                 if former.record is not None:
                     former.record.close()
-            self._handles[number].join(GRACE)
-            self._handles[number].release()
+            self.handles[number].join(GRACE)
+            self.handles[number].release()
             self._workers[number] = worker
             self._gone.discard(number)
         self.place(number, handle)
@@ -500,7 +501,7 @@ class ProcessCrew(Crew):
 
     def _exited(self, worker: int) -> Exited:
         """Describe the end of a worker that is gone."""
-        handle, (channel, record) = self._handles[worker], self._workers[worker]
+        handle, (channel, record) = self.handles[worker], self._workers[worker]
         channel.worker_gone()
         self._starter.arrived(worker)
         if worker in self._asked:

@@ -123,14 +123,16 @@ class Crew(ABC):
     """Function that each `wait` calls on the thread that pulls the stage, for example to warn;
     None: no call."""
 
-    __handles: list[WorkerHandle]
+    handles: Sequence[WorkerHandle]
+    """The workers started so far, in the order of their numbers; a subclass may declare their type."""
+
     __events: SimpleQueue[Event | None]
     __left: float | None  # time at which the workers were ordered to leave
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         # Not in `__init__`, so that a subclass with its own `__init__` need not call this one.
         self = super().__new__(cls)
-        self.__handles = []
+        self.handles = []
         self.__events = SimpleQueue()  # None wakes the reader; safe to use in finalizers
         self.__left = None
         return self
@@ -153,7 +155,7 @@ class Crew(ABC):
 
     def place(self, worker: int, handle: WorkerHandle) -> None:
         """Set the handle of worker number `worker`; to be called by `start`."""
-        self.__handles[worker : worker + 1] = [handle]
+        self.handles = [*self.handles[:worker], handle, *self.handles[worker + 1 :]]
 
     def report(self, event: Event) -> None:
         """Add `event` to those that the next `wait` returns. From any thread."""
@@ -200,7 +202,7 @@ class Crew(ABC):
 
         By default, `WorkerHandle.kill` does it.
         """
-        self.handles()[worker].kill()
+        self.handles[worker].kill()
 
     def stack(self, worker: int) -> str:
         """Return the worker's stack as text, like a Python traceback, or why there is none."""
@@ -215,7 +217,7 @@ class Crew(ABC):
         """
         if self.__left is None:
             self.__left = time.monotonic()
-            for worker in range(len(self.__handles)):
+            for worker in range(len(self.handles)):
                 self.send(worker, Stop())
 
     def close(self) -> None:
@@ -228,10 +230,10 @@ class Crew(ABC):
         if self.__left is None:  # the subclass overrides `leave`
             self.__left = time.monotonic()
         for seconds in (GRACE, PATIENCE):
-            for handle in self.__handles:
+            for handle in self.handles:
                 with suppress(RuntimeError):  # a thread that would join itself, in a finalizer
                     handle.join(max(0.0, self.__left + min(seconds, PATIENCE) - time.monotonic()))
-            for handle in self.__handles:
+            for handle in self.handles:
                 if handle.is_alive():
                     handle.kill()
         try:
@@ -241,10 +243,6 @@ class Crew(ABC):
                     event.payload.discard()
         except Empty:
             pass
-
-    def handles(self) -> Sequence[WorkerHandle]:
-        """Return the workers started so far, in the order of their numbers."""
-        return self.__handles
 
 
 class Backend(ABC):

@@ -373,7 +373,7 @@ class WorkerTable:
 
     def report(self) -> str:
         """Return a table of the workers and their tasks, from any thread."""
-        now, handles = self.clock(), self.crew.handles()
+        now, handles = self.clock(), self.crew.handles
         heading = ("worker", "where", "pid", "state", "done", "restarts", "for", "task")
         rows: list[tuple[str, ...]] = [heading]
         for worker, state in enumerate(self.scheduler.workers):
@@ -402,7 +402,7 @@ class WorkerTable:
 
     def name(self, worker: int) -> str:
         """Name a worker in errors: ``"worker 1 (process, pid 4711)"``, as far as it is known."""
-        handles = self.crew.handles()
+        handles = self.crew.handles
         if worker >= len(handles):
             return f"worker {worker}"
         handle = handles[worker]
@@ -437,7 +437,7 @@ class WorkerTable:
         They are from ``torch/csrc/DataLoader.cpp``, with the stage's name in place of "DataLoader". The
         text is empty if the worker is no process of this machine, or has not ended.
         """
-        handles = self.crew.handles()
+        handles = self.crew.handles
         handle = handles[worker] if worker < len(handles) else None
         if handle is None or handle.known_pid in (None, os.getpid()) or handle.exitcode is None:
             return ""
@@ -676,7 +676,7 @@ class Stage(Iterator[Any]):
 
     @property
     def handles(self) -> Sequence[WorkerHandle]:
-        return self._crew.handles()
+        return self._crew.handles
 
     @property
     def closed(self) -> bool:

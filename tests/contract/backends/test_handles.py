@@ -203,7 +203,7 @@ def test_workers_that_are_told_to_leave_are_gone_without_a_close(backend: Any) -
     with CrewDriver(backend, echo, workers=2) as crew:
         assert crew.call(1) == 1
         crew.raw.leave()
-        for handle in crew.raw.handles():
+        for handle in crew.raw.handles:
             handle.join(DEADLINE)
             assert not handle.is_alive()
         crew.raw.leave()
