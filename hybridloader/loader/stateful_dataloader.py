@@ -198,7 +198,6 @@ observe
         """
         self._drop_begun()
         record = record_of(self)
-        record.given = None
         try:
             super().load_state_dict(read(self._plan_ahead(), state_dict))
             record.given = copied(dict(state_dict))

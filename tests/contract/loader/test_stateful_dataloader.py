@@ -241,8 +241,9 @@ def test_another_number_of_workers_is_refused_by_iter_where_workers_have_a_state
     assert list(other) == list(iterator)
 
 
-def test_a_state_that_is_none_is_refused_by_name() -> None:
-    loader = loader_of(range(12), 3)
+def test_a_state_that_is_none_is_refused_by_name_and_what_was_loaded_before_stays() -> None:
+    loader, before = loader_of(range(12), 3), {**ALONE, "dataset_state": None}
+    loader.load_state_dict(before)
     for wrong, text in [
         ([1], "is a dict, got list"),
         ({"epoch": 1}, "it has epoch"),
@@ -251,6 +252,8 @@ def test_a_state_that_is_none_is_refused_by_name() -> None:
     ]:
         with pytest.raises(StateError, match=text):
             loader.load_state_dict(wrong)  # type: ignore[arg-type]
+        assert loader.state_dict() == before
+    assert len(list(loader)) == 2
 
 
 def failing(worker: int) -> None:
