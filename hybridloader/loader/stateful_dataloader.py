@@ -216,8 +216,6 @@ observe
 _SHARED = ("_sampler_iter_yielded", "_IterableDataset_len_called", "_shared_seed")
 """Keys of both of torchdata's shapes that the state of a `DataLoader` has under the same names."""
 
-_NO_FETCHER = {"dataset_iter_state": None, "fetcher_ended": False}
-
 
 class WorkersDiffer(StateError, AssertionError):
     """The state is of another number of workers, each of which has a part. torchdata asserts this."""
@@ -274,11 +272,10 @@ def written(plan: LoaderPlan, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _worker(plan: LoaderPlan, number: int, place: Mapping[str, Any] | None) -> dict[str, Any]:
-    fetcher = _NO_FETCHER if place is None else place["fetcher_state"]
     return {
         "worker_id": number,
         "dataset_state": None if place is None else place["dataset_state"],
-        "fetcher_state": dict(fetcher) if plan.iterable else None,
+        "fetcher_state": place["fetcher_state"] if place is not None and plan.iterable else None,
     }
 
 
@@ -388,7 +385,8 @@ def _place(snapshot: Mapping[str, Any]) -> dict[str, Any]:
         "position": 0,
         "skip": 0,
         "dataset_state": snapshot["dataset_state"],
-        "fetcher_state": snapshot["fetcher_state"] or dict(_NO_FETCHER),
+        "fetcher_state": snapshot["fetcher_state"]
+        or {"dataset_iter_state": None, "fetcher_ended": False},
     }
 
 
