@@ -62,6 +62,7 @@ from hybridloader.running.operator import (
     Needed,
     Operator,
     Upstream,
+    UpstreamPart,
 )
 from hybridloader.running.plan import (
     ChainPlan,
@@ -678,19 +679,9 @@ class ChainPass:
     def _open_operator(self, node: OperatorNode, at: int, start: Offset) -> Iterator[Any]:
         operator = node.operator
         saved = self.position.saved(node, self.epoch, opens=True)
-        raised = bool(self.position.start.raised)
-        parts = before(node, start.items, self.epoch, saved, raised)
-        # If it can't begin after the first items, they are made again and dropped here.
-        begins = Offset() if parts is None else start._replace(needed=None)
-        marked = parts[0] if parts and parts[0].given is not None else None
-        if marked is not None and marked.given is not None:
-            begins, first = Offset(marked.given), Offset(marked.start)
-        else:
-            first = offset_before(operator, begins)
-        context = OperatorContext(self, node, begins, saved if parts is not None else None, first)
-        if marked is not None:
-            context.needed = operator.needed(context)
-            first = first._replace(needed=context.needed)
+        opening = opening_of(node, start, self.epoch, saved, bool(self.position.start.raised))
+        context = OperatorContext(self, node, opening)
+        first = opening.first._replace(needed=context.needed)
         items = operator.begin(self._upstream(at, first), context)
         if not isinstance(items, Iterator):
             raise TypeError(
@@ -705,7 +696,7 @@ class ChainPass:
                 "iterator class with __next__ can return more items after an error"
             )
             items = GeneratorIterator(items, lambda _: no_answer(IteratorClosed(over)))
-        return self.begun(node, items, begins.items, start)
+        return self.begun(node, items, opening.begins.items, start)
 
     def _upstream(self, at: int, begins: Offset) -> Upstream:
         """Return the function with which the operator at number `at` opens the nodes before it."""
@@ -838,14 +829,10 @@ class ChainPass:
 
 
 class OperatorContext:
-    """The `Context` of the operator of `node` in the epoch or repetition `of`; see there.
+    """The `Context` of the operator of `node` in the epoch or repetition `of`; see there."""
 
-    It begins at `begins`, and the items before it at `first`.
-    """
-
-    def __init__(
-        self, of: ChainPass, node: OperatorNode, begins: Offset, saved: Mark | None, first: Offset
-    ) -> None:
+    def __init__(self, of: ChainPass, node: OperatorNode, opening: Opening) -> None:
+        begins, saved = opening.begins, opening.saved
         if saved is not None and saved.at > begins.items:
             raise no_answer(
                 StateError(
@@ -855,12 +842,12 @@ class OperatorContext:
             )
         self._pass, self._node, self._begins = of, node, begins
         self.epoch, self.start, self.saved = of.epoch, begins.items, saved
-        self.first = first.items
-        self.needed: Needed | None = None
+        self.first = opening.first.items
         executor = of.executor
         self.seed = executor.seed if executor.seeded else None
         self.run_seed = executor.seed
         self._opened = 0
+        self.needed = node.operator.needed(self) if opening.marked else None
 
     def random(self, seed: int | None) -> random.Random:
         return generator_of(self._node, self._pass.plan, self.epoch, self.run_seed, seed)
@@ -903,7 +890,30 @@ def generator_of(
     return random.Random(f"{run_seed}/{plan.path}/{node.number}/{epoch}")
 
 
-def offset_before(operator: Operator, begins: Offset) -> Offset:
+class Opening(NamedTuple):
+    """Where an operator begins that is to return the items of a place and all after it."""
+
+    parts: Sequence[UpstreamPart] | None  # see `Operator.before`
+    begins: Offset  # of its items; those before the place are dropped
+    first: Offset  # of the items before it
+    saved: Mark | None = None  # its mark in the run before, if it begins with that
+    marked: bool = False  # it begins at that mark
+
+
+def opening_of(
+    node: OperatorNode, start: Offset, epoch: int, saved: Mark | None, raised: bool
+) -> Opening:
+    """Return how an operator is opened for the items from `start` on."""
+    parts = before(node, start.items, epoch, saved, raised)
+    if parts is None:  # it can't begin after its first items: they are made again
+        return Opening(parts, Offset(), Offset())
+    if parts and parts[0].given is not None:
+        return Opening(parts, Offset(parts[0].given), Offset(parts[0].start), saved, True)
+    begins = start._replace(needed=None)
+    return Opening(parts, begins, _offset_before(node.operator, begins), saved)
+
+
+def _offset_before(operator: Operator, begins: Offset) -> Offset:
     """Return the offset of the nodes before `operator` if that begins at `begins`."""
     items, slack = begins.items, begins.slack
     start = operator.seek(items) if items else 0

@@ -20,7 +20,7 @@ from hybridloader._support.user_objects import has
 from hybridloader.errors import StateError
 from hybridloader.fetching.shards import ShardDivision, names_of, without
 from hybridloader.fetching.shards import merged as merged_shards
-from hybridloader.running.executor import Offset, generator_of, offset_before
+from hybridloader.running.executor import Offset, generator_of, opening_of
 from hybridloader.running.operator import Chain, Mark, Needed
 from hybridloader.running.plan import (
     FunctionsNode,
@@ -33,7 +33,6 @@ from hybridloader.running.state import (
     Heads,
     Position,
     RunPosition,
-    before,
     checked,
     cuts_of,
     descriptions,
@@ -229,11 +228,8 @@ class _Needs(NamedTuple):
 
 def _needs_of(chain: Chain, position: Position) -> _Needs:
     """Go back from the items that were given, as a run does that resumes."""
-    plan, raised, epoch = (
-        lay_out(chain, cuts_of(position.marks)),
-        bool(position.raised),
-        position.epoch,
-    )
+    plan = lay_out(chain, cuts_of(position.marks))
+    epoch, raised = position.epoch, bool(position.raised)
     run, found = RunPosition(plan, epoch, position), _Needs(position.given)
     for node in reversed(plan.nodes[1:]):
         # A step without results begins again; for a part of one, the input must be found.
@@ -249,15 +245,12 @@ def _needs_of(chain: Chain, position: Position) -> _Needs:
             had, start = found.start - point.given, point.taken
         else:
             saved = run.saved(node, epoch)
-            parts = before(node, found.start, epoch, saved, raised)
-            if not parts:
+            opening = opening_of(node, Offset(found.start, found.slack), epoch, saved, raised)
+            if not opening.parts:
                 _refuse(node.name, "would run from the beginning of the epoch")
-            start, given = parts[0].start, parts[0].given
-            if given is None:
-                slack = offset_before(node.operator, Offset(found.start, found.slack)).slack
-            else:
-                had = found.start - given
-            if given is not None and saved is not None:
+            start, slack = opening.parts[0].start, opening.first.slack
+            had = found.start - opening.begins.items
+            if opening.marked and saved is not None:
                 random = partial(generator_of, node, plan, epoch, position.seed)
                 context: Any = SimpleNamespace(  # the part of a context that it asks
                     saved=saved, start=saved.at, epoch=epoch, random=random

@@ -431,11 +431,8 @@ class BlockShuffleSampler(DistributedShuffleSampler):
 
     def _indices(self, epoch: int, positions: Ints) -> Ints:
         if self.num_canonical_ranks > 1:
-            length = self._n // self.num_canonical_ranks
-            span, within = (
-                positions % self.num_canonical_ranks,
-                positions // self.num_canonical_ranks,
-            )
+            ranks = self.num_canonical_ranks
+            length, span, within = self._n // ranks, positions % ranks, positions // ranks
             # The last ones are too few for a turn of all spans, and come as they are.
             positions = np.where(within < length, span * length + within, positions)
         return self.order(epoch).take(positions) if self.shuffle else positions
