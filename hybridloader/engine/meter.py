@@ -104,18 +104,29 @@ class Slices:
 
     # -- called by the worker, on its own thread ---------------------------------------------------
 
-    def task(
+    def begin(self, now: float) -> None:
+        """Note that a task begins."""
+        self.on = now >= self.since
+
+    def end(
         self, number: int, began: float, fetched: float, ended: float, spent: float = 0.0
-    ) -> None:
-        """Note a task that was fetched and packed; for `spent` see `Meter.measure`."""
-        self.on = ended - began + spent >= LONG
+    ) -> bool:
+        """Note that a task was fetched and packed; return whether it has slices.
+
+        For `spent` see `Meter.measure`.
+        """
+        has_slices, self.on = self.on, ended - began + spent >= LONG
         self.since = ALWAYS if self.on else self._due
+        if not has_slices:
+            self.short += 1
+            return False
         self._idle(began)
         self.add("fetch", began, fetched)
         if fetched < ended:
             self.add("pack", fetched, ended)
         self.add(TASK, began, ended, number)
         self._free = ended
+        return True
 
     def part(self, began: float, ended: float) -> None:
         """Note samples of a task that several workers share."""

@@ -43,7 +43,7 @@ from hybridloader.engine.messages import (
     TaskContext,
     WorkerSpec,
 )
-from hybridloader.engine.meter import ALWAYS, LONG, MEASURES, Meter
+from hybridloader.engine.meter import MEASURES, Meter
 from hybridloader.seeding.sample_rng import GLOBALS, SampleRng, now
 from hybridloader.seeding.worker_seeds import (
     ProcessSeeds,
@@ -706,10 +706,7 @@ class Worker:
         if self._exhausted:
             return None
         context, fetcher, meter = self.context, self._fetcher, self.meter
-        looks = on = False
-        slices = None
-        if meter is not None:
-            looks, slices = meter.looks, meter.slices
+        looks, slices = (False, None) if meter is None else (meter.looks, meter.slices)
         try:
             if self._broken is not None:
                 if self._reported and self._spec.fetch.in_turn:
@@ -722,8 +719,8 @@ class Worker:
             if looks:
                 meter.begin()  # type: ignore[union-attr]
             began = perf_counter()
-            if slices is not None and began >= slices.since:
-                slices.on = on = True
+            if slices is not None:
+                slices.begin(began)
             try:
                 rng = self._rng
                 if rng is None:
@@ -740,20 +737,14 @@ class Worker:
                 state = fetcher.states.due(ended=fetcher.ended)
                 if state is not None:
                     context.add("state", state)
-            fetched = perf_counter() if looks or on else 0.0
+            fetched = perf_counter() if looks or slices is not None else 0.0
             payload = self._wrap(value)
             ended = perf_counter()
             if meter is not None:
                 meter.busy += ended - began
                 meter.tasks += 1
-                if slices is not None:
-                    if on:
-                        slices.task(task.seq, began, fetched, ended, spent)
-                    else:
-                        slices.short += 1
-                        if ended - began + spent >= LONG:
-                            slices.since = ALWAYS
-                if (ended >= meter.due or context.retried) and (on or slices is None):
+                shown = slices is None or slices.end(task.seq, began, fetched, ended, spent)
+                if shown and (ended >= meter.due or context.retried):
                     retried = context.take_retried()
                     context.add(MEASURES, meter.measure(began, fetched, ended, retried, spent))
             extras = None if context.extras is None else context.take_extras()
@@ -777,8 +768,8 @@ class Worker:
                 ended = perf_counter()
                 meter.busy += ended - began
                 meter.tasks += 1
-                if slices is not None and on:
-                    slices.task(task.seq, began, ended, ended)
+                if slices is not None:
+                    slices.end(task.seq, began, ended, ended)
             # torch lets a StopIteration through. One that a map-style dataset leaks would silently end
             # the user's loop early.
             return Failed(self.worker, task.seq, Failure(foreign(error)), self._position)
