@@ -126,7 +126,7 @@ class Progress:
     # -- as items are drawn --------------------------------------------------------------------------
 
     def logged(self, indices: Iterator[Any]) -> Iterator[Any]:
-        """Return `indices`, which C code logs as they are drawn."""
+        """Return `indices`, which C code logs as they are drawn: `append` returns None for each."""
         drawn = zip(itertools.count(self.count), indices, itertools.repeat(None))
         return map(itemgetter(1), itertools.filterfalse(self.log.append, drawn))
 

@@ -21,7 +21,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from operator import length_hint
 from typing import Any, TypeVar
 
 from hybridloader._support import system
@@ -172,7 +172,7 @@ def mode_class() -> Any:
 
     # For each function, one that draws as it does, from the generator that is passed to it.
     drawing: dict[Any, Callable[..., Any]] = {
-        getattr(torch, name): partial(_draw_like, _LIKE[name]) for name in _LIKE
+        getattr(torch, name): functools.partial(_draw_like, _LIKE[name]) for name in _LIKE
     }
     takes = [getattr(torch, name) for name in _FUNCTIONS.split() if takes_generator(name)]
     takes += [getattr(torch.Tensor, name) for name in _METHODS.split()]
@@ -397,10 +397,10 @@ class ThreadGenerators:
         self._seeded.clear()
 
     def _look(self) -> None:
-        """Begin the next sample if the iterator has advanced. Only draws call this."""
+        """Begin the next sample if the list's iterator has advanced: draws alone ask it how far."""
         walk, place = self.walk, 0
         if walk is not None:
-            place = max(0, len(self.items) - 1 - walk.__length_hint__())
+            place = max(0, len(self.items) - 1 - length_hint(walk))
         if place != self.place:
             self.place = place
             self._forget()
@@ -586,7 +586,7 @@ class ThreadSampleRng(SampleRng):
 
     def seeded(self, function: Callable[[Any], T], kind: bytes = SAMPLE) -> Callable[[Any], T]:
         call, key = self.call, self.key_of
-        return lambda index: call(kind, partial(key, index), function, index)
+        return lambda index: call(kind, functools.partial(key, index), function, index)
 
     def seeded_shard(
         self, make: Callable[[], Iterator[Any]], *, entered: bool = False
