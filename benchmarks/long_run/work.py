@@ -254,8 +254,8 @@ def pipeline(job: Job) -> None:
 
 
 def storm(job: Job) -> None:
-    """Workers that die, are killed, hang and fail while they are replaced: that of the chaos tests."""
-    folder = str(ROOT / "tests" / "chaos")
+    """Workers that die, are killed, hang and fail while they are replaced: as in the tests."""
+    folder = str(ROOT / "tests" / "storms")
     if folder not in sys.path:
         sys.path.append(folder)
     from storm import Weather, ride_out
