@@ -60,7 +60,6 @@ from hybridloader.running.operator import (
     GeneratorIterator,
     Mark,
     Needed,
-    Operator,
     Upstream,
     UpstreamPart,
 )
@@ -909,16 +908,9 @@ def opening_of(
         return Opening(parts, Offset(), Offset())
     if parts and parts[0].given is not None:
         return Opening(parts, Offset(parts[0].given), Offset(parts[0].start), saved, True)
-    begins = start._replace(needed=None)
-    return Opening(parts, begins, _offset_before(node.operator, begins), saved)
-
-
-def _offset_before(operator: Operator, begins: Offset) -> Offset:
-    """Return the offset of the nodes before `operator` if that begins at `begins`."""
-    items, slack = begins.items, begins.slack
-    start = operator.seek(items) if items else 0
-    if not start:
-        return Offset(0, slack)  # it may have several passes, and begin them itself
-    certain = items - slack  # items that are there for sure
-    least = (operator.seek(certain - 1) or 0) + 1 if certain > 1 else min(certain, 1)
-    return Offset(start, start - least)
+    begins, slack, seek = start._replace(needed=None), start.slack, node.operator.seek
+    first = (seek(begins.items) if begins.items else 0) or 0
+    if first:  # else it may have several passes, and begin them itself
+        certain = begins.items - slack  # items that are there for sure
+        slack = first - ((seek(certain - 1) or 0) + 1 if certain > 1 else min(certain, 1))
+    return Opening(parts, begins, Offset(first, slack), saved)
