@@ -241,6 +241,8 @@ def init_into(folder: Path) -> Callable[[int], None]:
     def init(worker: int) -> None:
         import torch
 
+        for _ in range(1_000_000):  # meanwhile a caller that does not wait goes on
+            pass
         descriptor, name = tempfile.mkstemp(prefix="init-", dir=folder)
         os.close(descriptor)
         Path(name).write_text(f"{worker} {torch.initial_seed()}")
@@ -410,6 +412,8 @@ class BackendContract:
         before = torch.get_rng_state()
         init = init_into(tmp_path)
         with self.crew(self.spec(echo, workers=2, base_seed=77, init_fn=init)) as crew:
+            # It may seed the caller's generators, so the caller has waited for it.
+            assert not self.backend.in_process or len([*tmp_path.glob("init-*")]) == 2
             crew.ask([None, None], workers=2)
         told = sorted(path.read_text() for path in tmp_path.glob("init-*"))
         assert told == ["0 77", "1 78"]
