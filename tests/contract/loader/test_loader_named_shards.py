@@ -223,6 +223,9 @@ def test_what_is_refused() -> None:
         DataLoader.merge_states([])
     with pytest.raises(StateError, match="state 0 has no shards"):
         DataLoader.merge_states([make([1, 2], 0).state_dict()])
+    del state["_hybridloader"]["shards"]["left"]
+    with pytest.raises(StateError, match="lacks left: was it truncated"):
+        DataLoader.merge_states([state])
     with pytest.raises(TypeError, match="must be a list of str"):
         iter(make(Shards(names=[1]), 0))
     with pytest.raises(ValueError, match="'a' twice"):

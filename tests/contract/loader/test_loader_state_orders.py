@@ -11,7 +11,7 @@ import torch
 from support.state_cases import LENGTH, Ordered
 from torch.utils.data import Dataset
 
-from hybridloader import DataLoader, StateError, StatefulDataLoader
+from hybridloader import DataLoader, Retry, StateError, StatefulDataLoader
 from hybridloader.sampling import DistributedShuffleSampler, ShuffleSampler
 
 pytestmark = [
@@ -151,3 +151,21 @@ def test_a_batch_that_had_failed_before_the_state_is_passed_over() -> None:
     other = DataLoader(Flaky(), 2, collate_fn=refuse_three)
     other.load_state_dict(state)
     assert flat(other) == [6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "backend": "threads"}], ids=str)
+@pytest.mark.parametrize("on_error", [None, Retry(2, 0, OSError)])
+def test_a_batch_whose_error_was_raised_is_not_made_again_after_a_resume(
+    on_error: Any, options: dict[str, Any]
+) -> None:
+    def make() -> DataLoader:
+        return DataLoader(NUMBERS, 2, collate_fn=refuse_three, on_error=on_error, **options)
+
+    loader = make()
+    batches = iter(loader)
+    assert next(batches) == [0, 1]
+    with pytest.raises(ValueError, match="a three"):
+        next(batches)
+    other = make()
+    other.load_state_dict(loader.state_dict())
+    assert flat(other) == list(range(4, LENGTH))
