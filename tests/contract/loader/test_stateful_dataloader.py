@@ -151,7 +151,11 @@ def test_an_order_that_torchdata_drew_is_drawn_on() -> None:
     loader = loader_of(range(12), 4, shuffle=True)
     loader.load_state_dict({**ALONE, "dataset_state": None, "_sampler_iter_state": sampler})
     assert [*loader] == [order[8:]]
-    assert [index for batch in loader for index in batch] == behind
+    batches = iter(loader)
+    assert next(batches) == behind[:4]
+    told = loader.state_dict()["_sampler_iter_state"]
+    assert told["samples_yielded"] == told["sampler_iter_state"]["yielded"]
+    assert [index for batch in batches for index in batch] == behind[4:]
 
 
 # -- our own states, in that form --------------------------------------------------------------------
