@@ -90,7 +90,8 @@ class Lengthless(IterableDataset[int]):
 
 def test_of_real_loaders() -> None:
     data: Any = range(80)
-    kept = DataLoader(data, 2, persistent_workers=True, **THREADS)
+    started: list[int] = []
+    kept = DataLoader(data, 2, persistent_workers=True, worker_init_fn=started.append, **THREADS)
     loaders: list[Any] = [
         *(DataLoader(data, 2, **THREADS), kept, DataLoader(Lengthless(), 2)),
         *(Pipeline.from_iterable(data).map(abs, **THREADS), [*range(40)]),
@@ -99,6 +100,8 @@ def test_of_real_loaders() -> None:
         seen: list[Any] = []
         found = hybridloader.observe.headroom(made, seen.append, steps=20)
         assert (found.steps, found.batches, len(seen)) == (20, 4, 44)
+    assert len(list(kept)) == 40
+    assert sorted(started) == [0, 1], "persistent workers stayed for the loop"
     kept._iterator.close()  # type: ignore[union-attr]
 
 

@@ -72,13 +72,14 @@ def test_capacities_waste_at_most_an_eighth_above_a_page(size: int) -> None:
 
 
 def test_past_the_limit_a_batch_goes_through_the_stream_and_says_why() -> None:
-    pair = Pair(limit=1_000_000)
+    limit = 2 * capacity_for(400_000)
+    pair = Pair(limit=limit)
     kept = [pair.pass_on(bytes([k]) * 400_000) for k in range(4)]
     assert [slots_of(slot_map) for slot_map, _ in kept] == [[FIRST], [SECOND], [-1], [-1]]
     assert kept[1][0].refusal is None
     refusal = kept[2][0].refusal
     assert refusal is not None
-    assert "limit of 1,000,000 bytes" in refusal
+    assert f"limit of {limit:,} bytes" in refusal
     assert [buffer[0][-1] for _, buffer in kept] == [0, 1, 2, 3]
     kept.clear()
     slot_map, (buffer,) = pair.pass_on(b"z" * 400_000)

@@ -177,6 +177,13 @@ def test_whoever_sleeps_is_named(name: str) -> None:
     check(ROWS[name])
 
 
+def test_a_step_on_the_thread_of_your_loop_is_not_busy_while_it_waits_for_another_step() -> None:
+    pipe = FEW.map(sleeping, backend="threads", num_workers=1).to(FakeAccelerator()).map(quick)
+    stats = run_of(pipe)
+    assert stats.stages[-2].backend == "caller"
+    assert stats.stall.by_stage["map(sleeping)"] > 2 * stats.stall.by_stage["map(quick)"], stats
+
+
 def test_turns_of_an_event_loop_are_those_of_its_coroutines() -> None:
     """What computes between two of them is named; a source that sleeps there is not."""
     stats = run_of(FEW.map(computing, concurrency=4, backend="fork", num_workers=1))
