@@ -55,6 +55,11 @@ STORE, LOOP_ALONE = ("store", "map(f)", "waits"), ("loop", None, None)
 
 TRUTHS: dict[str, tuple[Recording, tuple[str | None, ...], str]] = {
     "sleep": (recording(slept(stage())), WAITS, "num_workers=4"),
+    "sleep, in half of the time": (
+        recording(slept(stage(load=0.5))),
+        WAITS,
+        "num_workers=3 (2 now)",
+    ),
     "spin without the GIL": (recording(stage()), COMPUTES, "num_workers=4"),
     "spin with the GIL": (
         recording(replace(stage(), cpu=10.0, gil_waits=(5e-3, 4.8e-3, 5.2e-3))),

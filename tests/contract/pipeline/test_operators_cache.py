@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.comparison import same
+from support.failing_datasets import explode, text_of
 from support.platforms import posix
 from support.programs import output
 from support.scripts import Kept, Oops, drain
@@ -144,6 +145,24 @@ def test_a_path_may_be_relative_and_a_text_but_its_folder_must_be_there(
     assert drain(Kept(str(file)).again()) == [1]
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere.* make it first"):
         Kept(file.parent / "nowhere" / "cache").begin(1)
+
+
+class Unloadable:
+    def __reduce__(self) -> Any:
+        return explode, ("an item",)
+
+
+def test_an_item_that_can_not_be_loaded_is_an_error_in_its_place_that_names_the_file(
+    file: Path,
+) -> None:
+    drain(Kept(file).begin(1, Unloadable(), 3))
+    found = Kept(file).again()
+    assert next(found) == 1
+    with pytest.raises(ArithmeticError, match="an item that can't be loaded") as raised:
+        next(found)
+    assert f"while record 1 of the cache file {str(file)!r} was loaded" in text_of(raised.value)
+    assert next(found) == 3
+    found.close()
 
 
 def test_an_item_that_cannot_be_pickled_is_an_error_and_nothing_is_kept(file: Path) -> None:
