@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -151,6 +152,25 @@ def test_a_pipeline_is_opened_in_its_turn_and_one_that_cannot_be_is_passed_over(
     for how in ("zip", "mix", "interleave"):
         with pytest.raises(Oops):
             getattr(opens(0), how)(opens(1), opens(2)).run()
+
+
+def test_an_error_of_opening_that_was_prefetched_comes_after_a_resume() -> None:
+    opened = threading.Event()
+
+    def fails() -> Script:
+        raise Oops("open")
+
+    def last() -> Script:
+        opened.set()
+        return Script(2)
+
+    parts = [Pipeline.from_iterable(source) for source in ([0, 1], fails, last)]
+    pipe = parts[0].concat(*parts[1:]).prefetch(9)
+    with pipe.run() as run:
+        assert [next(run), next(run)] == [0, 1]
+        assert opened.wait(60)
+        state = run.state_dict()
+    assert drain(pipe.run(state=state)) == [Oops("open"), 2]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
