@@ -164,3 +164,21 @@ def test_a_thread_that_was_stuck_in_an_epoch_before_does_not_end_the_next(
         gate.open()
         stuck.join(30)
         assert [*got, *new] == list(range(0, 40_000, 4))
+
+
+def test_an_epoch_is_left_while_its_worker_is_busy() -> None:
+    begun, left, in_time = threading.Event(), threading.Event(), list[bool]()
+
+    def held(item: int) -> int:
+        begun.set()
+        in_time.append(left.wait(20))
+        return item
+
+    pipe = Pipeline.from_dataset(range(6)).map(held, backend="threads", num_workers=1).prefetch(1)
+    with pipe.epochs(2) as epochs:
+        next(epochs)
+        assert begun.wait(60)
+        new = next(epochs)  # a thread waits for the item of the one before
+        left.set()
+        assert list(new) == [*range(6)]
+    assert all(in_time)
