@@ -182,3 +182,13 @@ def test_an_epoch_is_left_while_its_worker_is_busy() -> None:
         left.set()
         assert list(new) == [*range(6)]
     assert all(in_time)
+
+
+def test_an_epoch_that_is_closed_while_it_begins_starts_nothing() -> None:
+    def closing() -> range:
+        epochs.close()
+        return range(3)
+
+    epochs = Pipeline.from_iterable(closing).prefetch(1).epochs(2)
+    with pytest.raises(IteratorClosed, match="the pipeline was closed"):
+        next(epochs)
