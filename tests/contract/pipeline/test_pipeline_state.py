@@ -261,6 +261,16 @@ def test_a_run_that_has_ended_goes_on_with_nothing_and_starts_nothing() -> None:
     assert list(pipe.run(state=state)) == []
 
 
+def test_after_a_last_batch_of_fewer_batches_comes_nothing() -> None:
+    for count in range(1, 7):
+        pipe = Pipeline.from_iterable(range(count)).batch(3, collate_fn=list)
+        pipe = pipe.batch(2, collate_fn=list)
+        with pipe.run() as run:
+            next(run)
+            state = saved(run)
+        assert list(pipe.run(state=state)) == []
+
+
 def test_a_state_does_not_hold_the_run() -> None:
     pipe = Pipeline.from_dataset(range(30)).map(changed, **THREADS)
     gc.disable()
