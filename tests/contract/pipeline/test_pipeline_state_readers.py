@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -189,6 +190,27 @@ def test_reading_again_is_told_and_a_state_that_is_refused_ends_the_run() -> Non
         assert run.resuming[1] == 21
         events(run)
         assert run.resuming is None
+
+
+class LargeState:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(40_000))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"large": bytes(20_000)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("nothing is resumed")
+
+
+def test_states_of_a_reader_that_no_state_can_need_any_more_are_let_go() -> None:
+    tracemalloc.start()
+    try:
+        for _ in Pipeline.from_iterable(LargeState(), backend="threads", num_workers=1):
+            pass
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_named_shards_resume_with_other_readers() -> None:
