@@ -650,9 +650,9 @@ def _divided(mark: Mark, whole: ShardDivision, workers: int) -> ReaderStarts:
 class Counts(NamedTuple):
     """Numbers of items that your loop was given."""
 
-    given: int = 0
+    given: int
     """Items, and errors in the places of items."""
-    raised: int = 0
+    raised: int
     """Those of them that were errors."""
 
 
