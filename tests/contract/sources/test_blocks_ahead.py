@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import random
 import threading
 from collections import Counter
@@ -123,6 +124,9 @@ class Gated(Shards[int]):
             assert block.first <= number < block.last
         return shard * self.each + number
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "gate": None, "began": None}
+
 
 @pytest.fixture
 def gated() -> Iterator[Callable[..., Gated]]:
@@ -135,9 +139,9 @@ def gated() -> Iterator[Callable[..., Gated]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.gate.set()
-        one.close()
+    while made:  # each lets its cache go
+        made[-1].gate.set()
+        made.pop().close()
 
 
 def test_what_is_in_flight_is_bounded_by_bytes(gated: Any) -> None:
@@ -158,6 +162,22 @@ def test_what_is_in_flight_is_bounded_by_bytes(gated: Any) -> None:
     ]
     assert sorted(source.fetches.values()) == [1] * 12
     assert not source.alone
+
+
+@pytest.mark.parametrize("draw", [iter, lambda sampler: sampler.batches(4, drop_last=False)])
+def test_blocks_that_processes_read_make_room_for_others_as_samples_are_drawn(
+    gated: Any, draw: Callable[[Any], Iterator[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridloader.sampling.shuffle._PLANNED", 4)
+    source = gated(12, 4, limit=350)
+    source.gate.set()
+    sampler = BlockShuffleSampler(source, seed=0, window_blocks=1)
+    pickle.dumps(source)  # as for workers
+    for _ in draw(sampler):
+        for thread in threading.enumerate():
+            if thread.name == "hybridloader-blocks":
+                thread.join(30)
+    assert sorted(source.fetches.values()) == [1] * 12
 
 
 def test_a_window_without_room_is_told_and_read_sample_by_sample(gated: Any) -> None:
