@@ -179,6 +179,7 @@ def test_what_is_imported_in_the_middle_of_a_sample_is_seeded() -> None:
     assert "numpy" not in fresh[1][1], "the worker had numpy before"
     at_once = np.__version__ < "2"  # numpy 1 imports it with itself
     assert ("numpy.random" in fresh[1][1]) == at_once, "it was imported although nobody had drawn"
+    assert "torch" not in fresh[-1][1], "numpy alone was to be seeded"
     here = found(num_workers=0)
     assert [s[2:] for s in fresh] == [s[2:] for s in here]
 
