@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
-from hybridloader import DataLoader, Pipeline
+from hybridloader import DataLoader, Pipeline, SampleSeeding
 from hybridloader.pipeline import Pad
 
 ROWS, COLUMNS = 4, 32 * 1024  # 512 KB a batch: beyond what is sent without a slot
@@ -74,3 +74,22 @@ def test_a_pipeline_draws_its_seed_and_pads() -> None:
         ((batch, lengths),) = list(pipeline)
     assert batch.tolist() == [[1, 1, 1], [1, 0, 0]]
     assert lengths.tolist() == [3, 1]
+
+
+class Noise(Dataset[Any]):
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.empty(3, device="cpu").uniform_().tolist()
+
+
+def choose_meta(worker: int) -> None:
+    torch.set_default_device("meta")  # of this thread
+
+
+def test_tensors_of_the_cpu_draw_from_the_generators_of_their_sample() -> None:
+    options: Any = {"num_workers": 1, "backend": "threads", "collate_fn": list}
+    options |= {"seeding": SampleSeeding(1), "worker_init_fn": choose_meta}
+    first, second = (list(DataLoader(Noise(), **options)) for _ in range(2))
+    assert first == second
