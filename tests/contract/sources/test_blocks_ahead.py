@@ -15,6 +15,7 @@ from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
 
 from hybridloader import DataLoader, Pipeline, Retry, Skip
+from hybridloader.errors import StoreError
 from hybridloader.sampling import BlockShuffleSampler, ShuffleSampler
 from hybridloader.sources import Parquet, Shards, Tar
 
@@ -207,6 +208,7 @@ def test_a_shard_that_is_not_there_is_asked_for_once(gated: Any) -> None:
         source, 4, sampler=sampler, collate_fn=list, on_error=Skip(max_failures=3)
     )
     assert sorted(read(loader)) == [n for n in range(12) if n not in (6, 7, 8)]
+    assert [type(one.error) for one in loader.skipped] == [FileNotFoundError] * 3
     assert source.fetches[2, 0, 3] == 1
     assert not source.alone
 
@@ -233,6 +235,7 @@ def test_a_shard_that_stays_missing_is_waited_for_once_and_its_samples_are_skipp
     )
     skipped = loader.skipped
     assert sorted(one.index for one in skipped) == [*lost]
+    assert {type(one.error) for one in skipped} == {StoreError}
     assert all("2.tar" in str(one.error) for one in skipped)
     # The process of the sampler asks, and a worker that is another process asks for itself.
     assert sum(path == "/2.tar" for path, _ in store.requests) == (1 if backend == "threads" else 2)
