@@ -8,6 +8,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +76,16 @@ def test_ranks_fetch_blocks_of_their_own_and_a_resumed_run_no_more(store: HttpSt
         store.requests.clear()
         assert read(DataLoader(tar, 4, sampler=sampler, collate_fn=list)) == whole[position:]
         assert len(store.requests) == len({*store.requests}) <= SHARDS
+    tar.close()
+
+
+def test_a_sample_that_is_read_again_comes_from_the_cache(store: HttpStore, tmp_path: Path) -> None:
+    tar = tar_of(store, cache_dir=str(tmp_path))
+    sampler = BlockShuffleSampler(tar, seed=0, window_blocks=2)
+    assert sorted(tar[index] for index in sampler) == sorted(samples())
+    store.requests.clear()
+    assert [tar[index] for index in range(len(tar))] == samples()
+    assert not store.requests
     tar.close()
 
 
