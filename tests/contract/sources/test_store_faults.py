@@ -132,6 +132,16 @@ def test_a_source_is_made_of_a_store_that_fails_at_times(
         store.faults.clear()
 
 
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 504])
+def test_an_answer_that_may_pass_is_asked_for_again(
+    status: int, store: HttpStore, opened: Any, pauses: list[float]
+) -> None:
+    source = opened(tar_of(store))
+    store.faults.append(str(status))
+    assert contents(source[0]) == expected(0)
+    assert len(pauses) == 1
+
+
 @pytest.mark.parametrize("status", [401, 400])
 def test_an_answer_that_stays_is_not_asked_for_again(
     status: int, store: HttpStore, opened: Any, pauses: list[float]
