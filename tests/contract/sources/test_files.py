@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.archives import write_shards
 from support.http_store import HttpStore
 from support.once import forget_warnings
 from support.platforms import posix
@@ -16,7 +17,7 @@ from support.programs import output
 
 from hybridloader import DataLoader, Skip
 from hybridloader.errors import BackendUnavailable, SourceError
-from hybridloader.sources import Files
+from hybridloader.sources import Files, Tar
 
 NAMES = ["a/1.txt", "a/2.txt", "b/1.txt", "b/deep/3.txt", "b/x.jpg"]
 
@@ -192,12 +193,18 @@ def test_a_file_that_changed_or_vanished_is_told_by_name(folder: Path) -> None:
     assert [bad.index for bad in loader.skipped] == [0, 1]
 
 
-def test_an_error_of_a_function_names_the_file(folder: Path) -> None:
+def test_an_error_of_a_function_names_the_file_or_the_sample(folder: Path) -> None:
     (folder / "a" / "1.txt").write_bytes(b"\xff")
-    with pytest.raises(UnicodeDecodeError) as told:
-        Files(folder, decode=bytes.decode)[0]
-    if sys.version_info >= (3, 11):
-        assert any("a/1.txt" in note for note in told.value.__notes__)
+    (shard,) = write_shards(folder, [2])
+    tar = Tar(shard, fields=("txt",), decode=lambda sample: sample[1])
+    for source, kind, place in [
+        (Files(folder / "a", decode=bytes.decode), UnicodeDecodeError, "a/1.txt"),
+        (tar, IndexError, "loading sample 's0000' of "),
+    ]:
+        with pytest.raises(kind) as told:
+            source[0]
+        if sys.version_info >= (3, 11):
+            assert any(place in note for note in told.value.__notes__)
 
 
 def test_a_damaged_archive_is_told(tmp_path: Path) -> None:

@@ -94,7 +94,9 @@ def test_a_dataset_is_resumed_with_the_shards_that_lack(tmp_path: Path) -> None:
     assert not [*(tmp_path / "out").glob(".part*")]
     (tmp_path / "out" / ".part-left").write_bytes(b"half")
     samples.bad, samples.read = -1, [0] * 400
-    assert write_shards(samples, url, samples_per_shard=100) == [100] * 4
+    told: list[int] = []
+    assert write_shards(samples, url, samples_per_shard=100, report=told.append) == [100] * 4
+    assert told == [2, 3, 4]  # those that are there at once
     assert sum(samples.read[:200]) == 1  # by which the source is known; the rest was there
     assert all(samples.read[200:])
     assert contents(f"{url}/*.tar", index="beside") == expected(400)
