@@ -423,4 +423,4 @@ def _read(source: Any, numbers: range, workers: int) -> Iterator[Any]:
             while asked:
                 yield asked.popleft().result()
         finally:
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.shutdown(cancel_futures=True)
