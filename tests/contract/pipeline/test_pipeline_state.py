@@ -151,6 +151,18 @@ def test_what_has_to_be_done_again_is_told_while_it_is() -> None:
     assert told == [(k, 30) for k in range(30)] + [None] * 70
 
 
+def test_a_list_is_not_read_again_from_its_beginning_and_a_generator_is() -> None:
+    sources: list[Any] = [lambda: iter(range(9)), range(9), [*range(9)], (*range(9),)]
+    for source, resuming in zip(sources, [(0, 6), None, None, None], strict=True):
+        pipe = Pipeline.from_iterable(source)
+        with pipe.run() as run:
+            events(run, 6)
+            state = saved(run)
+        resumed = pipe.run(state=state)
+        assert resumed.resuming == resuming
+        assert list(resumed) == [6, 7, 8]
+
+
 def drawn(item: Any) -> Any:
     return item, random.random()
 
