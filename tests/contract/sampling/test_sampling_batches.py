@@ -143,3 +143,12 @@ def test_batches_are_pinned() -> None:
         [8, 4],
         [7, 3],
     ]
+    lengths = [*range(30, 36), 40, 60, 63, 64, 70, 100, 101, 104, 110, 120]  # classes of several
+    assert list(TokenBudgetBatchSampler(lengths, 250, seed=1)) == [
+        [6, 7, 8],
+        [13, 14],
+        [0, 1, 3, 2, 4, 5],
+        [15],
+        [11, 12],
+        [9, 10],
+    ]
