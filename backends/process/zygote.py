@@ -368,10 +368,10 @@ class ZygoteStarter(Starter):
     def _begin(self, spec: WorkerSpec, shipment: Shipment) -> _StartedZygote:
         """Start a zygote for the work of `spec`."""
         self._end()
-        record = PostmortemRecord.make()
         connection, theirs = self._context.Pipe(duplex=True)
         self.transport.drop(ZYGOTE)
         self.transport.connect(ZYGOTE, connection)
+        record = PostmortemRecord.make()
         recorded = record is not None
         first = FirstFrame(recorded, inherited=shipment.inherited, script=self._script)
         process = self._context.Process(

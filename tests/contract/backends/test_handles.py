@@ -8,8 +8,12 @@ import multiprocessing.connection
 import multiprocessing.context
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -186,6 +190,38 @@ def test_what_was_made_for_a_process_that_can_not_be_started_is_closed(
     with pytest.raises(BlockingIOError):
         start(load(Samples(int), "fork"))
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+@needs_zygote
+@pytest.mark.parametrize("backend", ["fork", "spawn", Spawn(preload=False)])
+def test_whichever_descriptor_of_a_start_can_not_be_had_the_others_are_closed(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at `ulimit -n`, but for pipes, of which multiprocessing leaves some open."""
+    left, parent = 0, os.getpid()
+
+    def refuse(make: Any, *args: Any) -> Any:
+        nonlocal left
+        left -= os.getpid() == parent
+        if left == -1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return make(*args)
+
+    def samples() -> Any:
+        with suppress(OSError), start(load(Samples(int), backend)) as iterator:
+            return list(iterator)
+
+    expected = samples()
+    for owner, name in ((os, "dup"), (os, "memfd_create"), (socket, "socketpair")):
+        monkeypatch.setattr(owner, name, partial(refuse, getattr(owner, name)))
+    before = set(os.listdir("/proc/self/fd"))
+    for number in count():
+        left = number
+        assert samples() in (None, expected)
+        assert set(os.listdir("/proc/self/fd")) == before, f"call {number}"
+        if left >= 0:
+            break
+    assert number > 1
 
 
 # -- crews that leave ----------------------------------------------------------------------------------
