@@ -80,6 +80,28 @@ def test_a_dead_worker_is_named_with_what_killed_it_and_what_it_had_to_do(death:
     assert not any(worker.is_alive() for worker in iterator._workers)
 
 
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the stream alone shows the end")
+def test_a_death_is_noticed_while_a_fork_of_the_worker_keeps_its_connection_open() -> None:
+    until, end = os.pipe()
+
+    def sample(index: int) -> int:
+        if index == 3:
+            if os.fork() == 0:
+                os.close(end)
+                os.read(until, 1)
+                os._exit(0)
+            os._exit(7)
+        return index
+
+    with (
+        start(load(Samples(sample), "fork", timeout=DEADLINE)) as iterator,
+        pytest.raises(WorkerDied, match=r"code 7"),
+    ):
+        list(iterator)
+    os.close(end)
+    os.close(until)
+
+
 @pytest.mark.parametrize("exception", [SystemExit, KeyboardInterrupt])
 def test_a_thread_that_is_ended_is_named(exception: type[BaseException]) -> None:
     def sample(index: int) -> int:
