@@ -193,6 +193,14 @@ def test_the_death_of_the_zygote_is_that_of_its_workers() -> None:
             list(iterator)
 
 
+def test_a_zygote_that_is_stopped_ends_with_its_loader() -> None:
+    with start(load(Samples(int), "spawn")) as iterator:
+        assert next(iterator) == [0]
+        found = zygote()
+        found.suspend()
+    assert not found.is_running()
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_zygote_that_died_is_replaced_with_its_workers_if_workers_are() -> None:
     policy = RestartPolicy(max_restarts=1)  # whatever the number of workers: they die of one cause
