@@ -32,6 +32,7 @@ class Handle(engine.CallingHandle):
         self.sent: list[list[Any]] = []
         self.returns: list[tuple[Any, ...]] = []
         self.calls: list[tuple[str, Future[Any]]] = []
+        self.starts: list[int] = []
         self.ended = threading.Event()
         self.begin()
 
@@ -45,6 +46,9 @@ class Handle(engine.CallingHandle):
             self.sent.append([engine.loads(*parts) for parts, _ in sent if len(parts) == 1])
             self.returns.append(([place for _, place in sent], *returns))
         return future
+
+    def started(self) -> None:
+        self.starts.append(len(self.events))
 
     def end(self) -> None:
         self.ended_by = threading.current_thread()
@@ -93,6 +97,7 @@ def test_results_that_come_early_wait_for_those_before_them_and_the_exit_for_all
     assert numbers(handle.events) == [engine.Ready]
     handle.answer(1, done(10))
     assert numbers(handle.events) == [engine.Ready, 10, 11]
+    assert handle.starts == [0]  # what it needed to start is let go of once, before its first event
     assert handle.is_alive()
     handle.steps()[3].set_exception(OSError("gone"))
     assert numbers(handle.events) == [engine.Ready, 10, 11, engine.Exited]
