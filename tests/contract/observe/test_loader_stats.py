@@ -10,11 +10,13 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.utils.data
+from support.platforms import DEADLINE
 
 from hybridloader import DataLoader, Pipeline, StatefulDataLoader
 from hybridloader.observe import StageStats, Stats
@@ -128,6 +130,24 @@ def test_a_pass_that_is_left_counts_what_was_taken() -> None:
     assert row_of(loader.stats()).queued == 0
     assert loader.stats().items == 5
     assert loader.stats().seconds == loader.stats().seconds, "the clock has stopped"
+
+
+def test_threads_that_pull_a_loader_in_turn_leave_no_file_of_theirs() -> None:
+    """The kernel counts waits for a core in a file of each thread; the fixture in conftest.py counts."""
+    loader = made(backend="inline")
+    iterator = iter(loader)
+    together = threading.Barrier(BATCHES)
+
+    def pull(_: int) -> Any:
+        batch = next(iterator)
+        together.wait(DEADLINE)  # so that no thread gets the identity of another
+        return batch
+
+    with ThreadPoolExecutor(BATCHES) as pool:
+        batches = list(pool.map(pull, range(BATCHES)))
+    assert list(iterator) == []
+    assert len({thread for batch in batches for *_, thread in batch}) == BATCHES
+    check(loader.stats(), batches, 0)
 
 
 # -- the object ------------------------------------------------------------------------------------
