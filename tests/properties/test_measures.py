@@ -14,10 +14,19 @@ from hypothesis import strategies as st
 from support.scripted import FakeClock
 
 from hybridloader import Pipeline, Threads
+from hybridloader._support.threads import REMEMBERED
 from hybridloader.engine import ByReference, Done
 from hybridloader.fetching.readers import Step, WorkFetch
 from hybridloader.observe import measures as measures_module
-from hybridloader.observe.measures import CoreUsage, StageMeasures, affinity, limit, share
+from hybridloader.observe.measures import (
+    BRIEF,
+    CoreUsage,
+    LoopWaits,
+    StageMeasures,
+    affinity,
+    limit,
+    share,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files of Linux")
 
@@ -162,6 +171,21 @@ def test_under_a_quota_the_work_of_the_cgroup_counts(
         assert use.throttled == 0.25
     else:
         assert use.throttled == 0, "the quota is no limit"
+
+
+# -- waits of a loop ---------------------------------------------------------------------------------
+
+
+def test_each_wait_of_a_loop_is_brief_or_kept_or_dropped_and_its_seconds_count() -> None:
+    waits = LoopWaits()
+    for number in range(REMEMBERED + 8):
+        waits.items += 1
+        waits.note(number, number + (0.5 if number >= 5 else BRIEF / 2))
+    record = waits.record()
+    assert (record.items, record.brief, record.dropped) == (REMEMBERED + 8, 5, 3)
+    assert record.brief_seconds == pytest.approx(5 * BRIEF / 2)
+    assert record.waited == pytest.approx(record.brief_seconds + 0.5 * (REMEMBERED + 3))
+    assert [wait.began for wait in record.waits] == [*range(8, REMEMBERED + 8)]
 
 
 # -- seconds of a stage ----------------------------------------------------------------------------

@@ -72,3 +72,17 @@ def test_parts_of_tasks_that_others_answer_are_told_with_theirs() -> None:
     assert joined._replace(others=()) == told
     assert sum(others.busy for others in joined.others) == pytest.approx(6 * EVERY)
     assert [others.retried for others in joined.others] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("late", [0.0, 0.005])
+def test_the_wait_for_the_gil_is_the_time_by_which_a_nap_is_late(
+    late: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nap(seconds: float) -> None:
+        clock.now += seconds + late
+
+    clock = FakeClock(5.0)
+    monkeypatch.setattr("hybridloader.engine.meter.sleep", nap)
+    told = metered(Meter(Metering(None, gil=True), clock), clock, EVERY)
+    assert told is not None
+    assert told.wait_for_gil == pytest.approx(late, abs=1e-9)
