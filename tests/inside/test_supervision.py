@@ -127,6 +127,28 @@ def test_a_worker_that_does_not_get_ready_runs_over_as_well() -> None:
     assert backend.crews[0].started == [0, 0, 0]
 
 
+def test_a_stage_waits_no_longer_than_until_a_task_runs_over() -> None:
+    clock, waits = FakeClock(), list[float | None]()
+    script = [
+        ready(0, 1),
+        passing(clock, 3.0, *answer(0)),
+        passing(clock, 6.5),
+        answer(1, worker=1),
+    ]
+    it, backend = stage(script, workers=2, task_timeout=10, clock=clock)
+    crew = backend.crews[0]
+    wait = crew.wait
+
+    def noted(timeout: float | None) -> Sequence[Event]:
+        waits.append(timeout)
+        return wait(timeout)
+
+    crew.wait = noted  # type: ignore[method-assign]
+    it.begin(iter([["a"], ["b"], ["c"]]))
+    assert [next(it), next(it)] == ["value 0", "value 1"]
+    assert waits == [START + 10, 10, 7, 0.5]
+
+
 # -- words -------------------------------------------------------------------------------------------
 
 
