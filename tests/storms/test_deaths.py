@@ -18,7 +18,7 @@ from support.failing_datasets import Samples, at_gate, load, outcomes, start
 from support.platforms import DEADLINE, posix
 from torch.utils.data import Dataset
 
-from hybridloader import DataLoader, WorkerDied, WorkerTimeout
+from hybridloader import DataLoader, RestartPolicy, WorkerDied, WorkerTimeout
 from hybridloader.errors import IteratorClosed
 from hybridloader.testing import Gate
 
@@ -78,6 +78,27 @@ def test_a_dead_worker_is_named_with_what_killed_it_and_what_it_had_to_do(death:
     with pytest.raises(WorkerDied, match=f"pid {pid}"):
         next(iterator)
     assert not any(worker.is_alive() for worker in iterator._workers)
+
+
+@posix
+@pytest.mark.parametrize("sent", ["result", "error"])
+def test_a_death_while_a_batch_is_sent_is_blamed_on_none_of_its_samples_alone(sent: str) -> None:
+    class Deadly(Exception):
+        def __reduce__(self) -> Any:
+            os._exit(7)
+
+    def sample(index: int) -> Any:
+        if sent == "error" and index == 2:
+            raise Deadly
+        return Deadly()
+
+    policy = RestartPolicy(deaths_per_sample=1)
+    loader = load(Samples(sample), "fork", batch_size=4, on_worker_death=policy)
+    with (
+        start(loader) as iterator,
+        pytest.raises(WorkerDied, match="1 worker died at a task that contains this sample"),
+    ):
+        next(iterator)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the stream alone shows the end")
