@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -16,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.platforms import REPOSITORY
+from support.crew_driver import CrewDriver
+from support.platforms import DEADLINE, REPOSITORY
 from torch.utils.data import Dataset
 
 from hybridloader import (
@@ -100,6 +102,29 @@ def test_no_cluster_is_an_error_that_says_how_to_get_one(monkeypatch: pytest.Mon
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(BackendUnavailable, match=r"ray\.init\(\).*address=.*start=True"):
         iter(DataLoader(range(4), num_workers=1, backend="ray"))
+
+
+@pytest.mark.parametrize("way", ["address", "start"])
+def test_a_program_that_has_no_cluster_connects_to_one_or_starts_one(way: str) -> None:
+    script = textwrap.dedent("""
+        import sys
+        import ray
+        from hybridloader import DataLoader, Ray
+        way = {"start": True} if sys.argv[1] == "start" else {"address": sys.argv[1]}
+        loader = DataLoader(range(8), 4, num_workers=2, backend=Ray(num_cpus=0.1, **way))
+        for _ in range(2):
+            print([batch.tolist() for batch in loader])
+        print(ray.get_runtime_context().gcs_address)
+    """)
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", script, address if way == "address" else "start"]
+    with tempfile.TemporaryDirectory() as folder:  # it finds no other cluster of this machine
+        environment = {**os.environ, "RAY_TMPDIR": folder}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
+    *batches, used = done.stdout.splitlines()
+    assert batches == ["[[0, 1, 2, 3], [4, 5, 6, 7]]"] * 2
+    assert (used == address) == (way == "address")
 
 
 def test_ray_client_is_refused() -> None:
@@ -245,6 +270,21 @@ def test_a_driver_that_is_killed_leaves_no_actor() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.stdout == "running\n", done.stderr
     assert until(lambda: not actors(), 30), actors()
+
+
+def test_a_worker_that_is_told_to_leave_begins_none_of_its_waiting_tasks(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    with CrewDriver(SMALL, lambda task: gate.arrive()) as crew:
+        for task in range(3):
+            crew.send(task)
+        gate.await_arrivals()
+        crew.raw.leave()
+        assert "in arrive" in crew.raw.stack(0)  # it answers calls in order, so it knows by now
+        gate.open()
+        [worker] = crew.raw.handles()
+        worker.join(DEADLINE)
+        assert worker.exitcode == 0
+    assert len([*tmp_path.glob("arrived-*")]) == 1
 
 
 # -- several stages, other backends ----------------------------------------------------------------
