@@ -1,8 +1,8 @@
 """A script with settings and registries at its top, and the answers of a loader's workers about them.
 
-``python script_with_settings.py METHODS FILE [keep]`` prints the answers of torch's workers and of ours,
-as JSON: a line for each method. Each process that runs the top of the script adds a line to FILE. With
-"keep" it does not close the file.
+``python script_with_settings.py METHOD FILE [keep]`` prints the answers of torch's workers and of ours,
+as JSON. Each process that runs the top of the script adds a line to FILE. With "keep" it does not close
+the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-METHODS, LOG, *KEEP = sys.argv[1:]
+METHOD, LOG, *KEEP = sys.argv[1:]
 TOPS = open(LOG, "a")  # noqa: SIM115
 print(os.getpid(), file=TOPS, flush=True)
 if not KEEP:
@@ -140,14 +140,14 @@ def init(worker: int) -> None:
     FROM_INIT.append(worker)
 
 
-def answers(loader: Any, method: str) -> dict[str, Any]:
+def answers(loader: Any) -> dict[str, Any]:
     torch.manual_seed(5)
     made = loader(
         Probed(),
         batch_size=None,
         num_workers=1,
         worker_init_fn=init,
-        multiprocessing_context=method,
+        multiprocessing_context=METHOD,
     )
     found, *points = made
     results = {f"result {type(point).__name__}": [point.x, point.way] for point in points}
@@ -160,5 +160,4 @@ if __name__ == "__main__":
     torch.set_default_device(None)
     os.environ["OF_GUARD"] = "set"
     loaders = torch.utils.data.DataLoader, hybridloader.DataLoader
-    for method in METHODS.split(","):
-        print(json.dumps([answers(loader, method) for loader in loaders]))
+    print(json.dumps([answers(loader) for loader in loaders]))

@@ -21,33 +21,33 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from hybridloader import Pipeline, SharedMemory, Spawn
 
-ROOT = REPOSITORY
-SETTINGS = ROOT / "tests" / "support" / "script_with_settings.py"
+TESTS = REPOSITORY / "tests"
+FILE = ("support/script_with_settings.py",)
+MODULE = ("-m", "support.script_with_settings")
 
 
 @pytest.mark.parametrize(
-    ("methods", "keep", "tops"),
+    ("program", "method", "keep", "tops"),
     [
-        pytest.param(("fork",), (), 1, marks=pytest.mark.full),
+        pytest.param(FILE, "fork", (), 1, marks=pytest.mark.full),
         # torch's workers run it. So does the process that forks ours; one that spawns has no such.
-        pytest.param(("forkserver",), (), 3, marks=needs_zygote),
+        pytest.param(FILE, "forkserver", (), 3, marks=needs_zygote),
+        pytest.param(MODULE, "forkserver", (), 3, marks=[needs_zygote, pytest.mark.full]),
         # An open file is a reason not to fork: then the worker runs it, too.
-        pytest.param(("forkserver",), ("keep",), 4, marks=[needs_zygote, pytest.mark.full]),
-        pytest.param(("spawn",), (), 3, marks=pytest.mark.full if FORK else ()),
+        pytest.param(FILE, "forkserver", ("keep",), 4, marks=[needs_zygote, pytest.mark.full]),
+        pytest.param(FILE, "spawn", (), 3, marks=pytest.mark.full if FORK else ()),
     ],
-    ids=["fork", "forkserver", "forkserver one by one", "spawn"],
+    ids=["fork", "forkserver", "forkserver of a module", "forkserver one by one", "spawn"],
 )
 def test_workers_have_the_settings_of_the_script_as_torchs_have(
-    methods: tuple[str, ...], keep: tuple[str, ...], tops: int, tmp_path: Path
+    program: tuple[str, ...], method: str, keep: tuple[str, ...], tops: int, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    done = python(SETTINGS, ",".join(methods), log, *keep)
+    done = python(*program, method, log, *keep, cwd=TESTS)
     assert ("one by one" in done.stderr, done.returncode) == (bool(keep), 0), done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(methods)
-    for torchs, ours in map(json.loads, lines):
-        assert ours == torchs
-        assert (torchs["default dtype"], torchs["threads of torch"]) == ("torch.float64", 1)
+    torchs, ours = json.loads(done.stdout)
+    assert ours == torchs
+    assert (torchs["default dtype"], torchs["threads of torch"]) == ("torch.float64", 1)
     assert len(log.read_text().split()) == tops
 
 
