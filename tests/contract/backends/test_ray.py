@@ -104,7 +104,7 @@ def test_no_cluster_is_an_error_that_says_how_to_get_one(monkeypatch: pytest.Mon
         iter(DataLoader(range(4), num_workers=1, backend="ray"))
 
 
-@pytest.mark.parametrize("way", ["address", "start"])
+@pytest.mark.parametrize("way", ["address", pytest.param("start", marks=pytest.mark.full)])
 def test_a_program_that_has_no_cluster_connects_to_one_or_starts_one(way: str) -> None:
     script = textwrap.dedent("""
         import sys
@@ -281,7 +281,7 @@ def test_a_worker_that_is_told_to_leave_begins_none_of_its_waiting_tasks(tmp_pat
         crew.raw.leave()
         assert "in arrive" in crew.raw.stack(0)  # it answers calls in order, so it knows by now
         gate.open()
-        [worker] = crew.raw.handles()
+        [worker] = crew.raw.handles
         worker.join(DEADLINE)
         assert worker.exitcode == 0
     assert len([*tmp_path.glob("arrived-*")]) == 1
