@@ -88,7 +88,11 @@ def choose_meta(worker: int) -> None:
     torch.set_default_device("meta")  # of this thread
 
 
-def test_tensors_of_the_cpu_draw_from_the_generators_of_their_sample() -> None:
+def test_tensors_of_the_cpu_draw_from_the_generators_of_their_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # torch sets it for all threads, when a worker chooses a device for its own.
+    monkeypatch.setattr("torch.utils._device.CURRENT_DEVICE", None)
     options: Any = {"num_workers": 1, "backend": "threads", "collate_fn": list}
     options |= {"seeding": SampleSeeding(1), "worker_init_fn": choose_meta}
     first, second = (list(DataLoader(Noise(), **options)) for _ in range(2))
