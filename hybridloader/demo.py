@@ -227,7 +227,7 @@ class Slow(list[int]):
 def took(loader: Any, batches: int | None = None) -> float:
     """Return the milliseconds until a new iterator has so many batches; without a number, of a batch."""
     start, count = time.perf_counter(), sum(1 for _ in islice(loader, batches))
-    return 1e3 * (time.perf_counter() - start) / (1 if batches else count)
+    return 1e3 * (time.perf_counter() - start) / (count if batches is None else 1)
 
 
 def memory(make: Any) -> float:

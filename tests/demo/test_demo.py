@@ -6,6 +6,8 @@ import importlib.util
 import os
 import re
 import sys
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,6 +60,12 @@ def test_a_cut_has_one_folder_per_photograph_and_all_crops(cut: Path) -> None:
     for path in files[::7]:
         with Image.open(path) as image:
             assert (image.format, image.size) == ("JPEG", SIZE)
+
+
+def test_a_folder_that_cant_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(demo.DemoError, match=r"can't cut photographs into .*file.photographs-v1-6"):
+        prepare(tmp_path / "file", crops=CROPS)
 
 
 def test_cutting_again_gives_the_same_crops(cut: Path, tmp_path: Path) -> None:
@@ -146,7 +154,10 @@ def test_the_command_line_trains_and_compares(
     printed = capsys.readouterr()
     assert "9 images to train on, 10 held out" in printed.out
     assert not printed.err
+    monkeypatch.setattr(demo, "prepare", lambda cache: cut)
+    del arguments[1:3]
     assert main([*arguments, "--no-compare"]) == 0
+    assert "the first run cuts 4,500 crops" in capsys.readouterr().out
     assert shown == [(9, 1, "threads")]
 
 
@@ -194,6 +205,43 @@ def test_each_comparison_measures_both_loaders(cut: Path) -> None:
     assert units == ["ms"] * 4 + memory + ["ms"]
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 8 worker")  # torch's forks: `full`
+def test_the_comparisons_give_both_loaders_equal_work(
+    cut: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert demo.Slow(range(5))[3] == 3
+    monkeypatch.setattr(demo, "Slow", list)
+    monkeypatch.setattr(demo, "TorchLoader", partial(hybridloader.DataLoader, backend="threads"))
+    files, train, _ = read_folder(cut)
+    rows = demo.comparisons(Photographs(files, train[:8], augment=False), 1, "threads")
+    title, unit, _, took, theirs, ours = next(rows)
+    assert (title, unit) == ("8 photographs, decoded", "ms")
+    assert min(took(theirs), took(ours)) > 0
+    assert [labels.tolist() for _, labels in theirs] == [labels.tolist() for _, labels in ours]
+    del theirs, ours
+    assert [loader.batch_size for *_, loader in islice(rows, 2)] == [64, 16]
+    *_, (title, _, _, call, theirs, ours) = rows
+    assert title == "resume after 0 of 1 batches"
+    assert min(call(theirs), call(ours)) > 0
+
+
+HELD: list[bytearray] = []
+
+
+def holds_64_mb(worker: int) -> None:
+    HELD.append(bytearray(b"x" * 64_000_000))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads files of the kernel")
+def test_the_memory_of_workers_is_what_they_add() -> None:
+    def measured(init: Any) -> float:
+        words: Any = {"num_workers": 2, "backend": "fork", "worker_init_fn": init}
+        return demo.memory(lambda: hybridloader.DataLoader([1, 2], **words))
+
+    more = measured(holds_64_mb) - measured(None)
+    assert 100 < more < 180, "two workers; the rest they share, more or less"
+
+
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Run the demo with `arguments`; it must end with 2 and one line, which is returned."""
     try:
@@ -219,6 +267,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--backend", "nope"], "unknown backend 'nope'; there are: inline"),
         (["--color"], "--color"),
         (["--data", "absent"], "absent must hold one folder of images per class"),
+        (["--data", str(ROOT / "tests")], "must hold two folders or more, of two images"),
         (["--data", __file__], "must hold one folder of images per class"),
         (["--data", "a [1]"], "no folder with *, ?, [ or { in its path"),
     ],
