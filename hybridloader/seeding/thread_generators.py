@@ -213,13 +213,8 @@ def _draw_like(
     requires_grad: bool = False,
     **options: Any,
 ) -> Any:
-    """Draw numbers for a tensor like `input` in the way torch does.
-
-    `bounds` are those of `randint_like`, which torch draws from 0 on if it has one.
-    """
+    """Draw numbers for a tensor like `input` in the way torch does; `bounds` are `randint_like`'s."""
     bounds += tuple(options.pop(name) for name in ("low", "high") if name in options)
-    if len(bounds) == 1:
-        bounds = 0, *bounds
     made = sys.modules["torch"].empty_like(input, **options)
     return getattr(made, method)(*bounds, generator=generator).requires_grad_(requires_grad)
 

@@ -500,8 +500,7 @@ class Search:
     def reason(self) -> str:
         """Return a sentence about why the best plan was chosen."""
         best = self.best
-        if best is None:
-            return "No plan gave a result."
+        assert best is not None
         kinds = ", ".join(
             f"{stage.name}: {_WORDS[cost.kind]}"
             for stage, cost in zip(self.stages, self.costs, strict=True)
