@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.data
 from support.failing_datasets import Samples
-from support.tuned_subject import INLINE, Empty, Place, subject_of
+from support.platforms import needs_fork
+from support.tuned_subject import INLINE, Empty, Place, choosing, subject_of
 
 import hybridloader
 from hybridloader import DataLoader, Pipeline, WorkerDied, WorkerTimeout, tune
@@ -62,6 +65,7 @@ def test_a_plan_is_applied_to_a_loader_of_ours_and_to_one_of_torch_s() -> None:
     assert subject_of(ours).apply((INLINE,)) is ours
     assert len(batches(ours)) == 13
     theirs = torch.utils.data.DataLoader(SQUARES, 8)
+    assert "num_workers=0, persistent_workers=False" in subject.code((INLINE,))
     made = subject_of(theirs).apply((Place("threads", 2),))
     assert (made.num_workers, made.backend) == (2, "threads")
     assert len(batches(made)) == 13
@@ -80,6 +84,8 @@ def test_a_loader_of_samples_and_one_of_an_iterable_dataset() -> None:
     text = str(tuning)
     assert "as it was" in text
     assert tuning.code in text
+    tuning = tune(DataLoader(SQUARES, 8, num_workers=9999, backend="threads"), seconds=SECONDS)
+    assert "beyond the limits: 9999 threads of DataLoader, and" in str(tuning)
     tuning = tune(DataLoader(Stream(), 4), seconds=SECONDS)
     assert tuning.rate > 0
     assert all(place.threads == 1 for trial in tuning.trials for place in trial.plan)
@@ -107,6 +113,10 @@ def test_a_pipeline_gets_other_placements_and_the_same_items() -> None:
     plan = (INLINE, Place("threads", 2, 3))
     moved = subject_of(pipe).apply(plan)
     assert subject_of(moved).start == plan
+    assert subject_of(pipe).code(plan).splitlines() == [
+        "map(double): no backend",
+        "map(str): backend='threads', num_workers=2, threads_per_worker=3",
+    ]
     assert list(moved.run(seed=0)) == expected
 
 
@@ -190,3 +200,31 @@ def test_steps_of_one_name_have_numbers() -> None:
         assert None not in running.stages()
     moved = subject.apply((Place("threads", 2), INLINE))
     assert [step.name for step in moved.operators] == [step.name for step in pipe.operators]
+
+
+# -- backends that are offered -------------------------------------------------------------------------
+
+
+@needs_fork
+def test_spawn_is_offered_where_a_fork_is_impossible_or_not_safe() -> None:
+    hazard = SimpleNamespace(runs="grpc runs threads")
+    for called, found, why in [
+        ("multiprocessing.get_all_start_methods", ["spawn"], "this platform has no fork"),
+        ("multiprocessing.get_start_method", "x", "the start method of multiprocessing is 'x'"),
+        ("hybridloader._support.torch_env.device_in_use", "cuda", "cuda is initialized, which"),
+        ("hybridloader.backends.process.fork_safety.fork_hazard", hazard, hazard.runs),
+    ]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("multiprocessing.get_start_method", lambda: "fork")
+            patch.setattr(called, lambda found=found: found)
+            limits = choosing.limits_here((Place("fork", 1), Place("shared-memory", 2)))
+        assert limits.backends == ("inline", "threads", "spawn", "shared-memory")
+        assert limits.refused["fork"].startswith(why)
+
+
+def test_a_daemonic_process_is_offered_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    tuning = tune(DataLoader(SQUARES, 8), seconds=0.1)
+    assert tuning.limits.backends == ("inline", "threads")
+    why = "this is a daemonic process, which may have no children"
+    assert f"Not offered: fork: {why}; spawn: {why}.\n" in str(tuning)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -185,6 +186,23 @@ def test_ctrl_c_gives_the_best_so_far() -> None:
     subject.on_open = lambda plan: (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         tuned(subject)
+
+
+def test_no_result_in_time_is_an_error_that_asks_for_more_seconds() -> None:
+    subject = Scripted((Cost(free=1e-3),), (INLINE,))
+    with pytest.raises(ValueError, match="no time for one trial of Scripted; give it more seconds"):
+        tuned(subject, Limits(CORES, backends=()))
+    assert not subject.opened
+
+
+def test_a_terminal_shows_what_is_tried_and_then_nothing() -> None:
+    subject, terminal = Scripted((Cost(free=1e-3),), (INLINE,)), io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    Tuner(subject, LIMITS, 3, clock=subject.clock, stream=terminal).run()
+    _, first, *shown, blank, last = terminal.getvalue().split("\r")
+    assert first == "tune: 0 of 3 s, trying threads x 1"
+    assert any(re.match(r"tune: 1 of 3 s, trying .*; best: .*/s", text) for text in shown)
+    assert (blank, last) == (" " * len(shown[-1].rstrip()), "")
 
 
 def test_the_kinds_of_work() -> None:
