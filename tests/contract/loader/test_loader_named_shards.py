@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections import Counter
@@ -90,6 +91,13 @@ def test_any_ranks_and_workers_share_what_is_left(data: Any) -> None:
     assert Counter(samples + rest) == ALL
 
 
+def test_states_that_all_ranks_took_at_the_end_begin_the_next_epoch() -> None:
+    _, states = run(2, 2, [1000] * 2, None)
+    state = DataLoader.merge_states(states)
+    samples, _ = run(3, 1, [1000] * 3, state)
+    assert Counter(samples) == ALL
+
+
 class Skipped(Shards):
     def read_shard(self, name: str, start: int) -> Iterator[str]:
         for sample in super().read_shard(name, start):
@@ -136,6 +144,9 @@ def test_resumed_by_others_all_samples_come_once(name: str) -> None:
                 same = make(kind(), workers, **options)
                 same.load_state_dict(state)
                 assert taken(same) == rest, "the same workers resume exactly"
+                del (alone := copy.deepcopy(state))["_hybridloader"]["shards"]
+                same.load_state_dict(alone)
+                assert taken(same) == rest, "also from a state without a division"
         if kind is Random:
             assert len({number for _, number in found}) == sum(ALL.values())
             found = [sample for sample, _ in found]
@@ -170,6 +181,10 @@ def test_errors_of_a_shard_leave_the_other_shards_as_they_are() -> None:
                 make(Broken(), 3, size=1).load_state_dict(loader.state_dict())
             except StateError as refusal:
                 refused += "raised an error" in str(refusal)
+                with pytest.raises(
+                    StateError, match=r"of rank 0 can't be merged: .*raised an error"
+                ):
+                    DataLoader.merge_states([loader.state_dict()])
     lost = {f"a{n}" for n in range(5)} | {"d3"}
     assert Counter(samples) == Counter(ALL.keys() - lost)
     assert sorted(errors) == [*["OSError"] * 7, "ShardLost", "ValueError"]
@@ -221,6 +236,20 @@ def test_what_is_refused() -> None:
         DataLoader.merge_states([state])
     with pytest.raises(StateError, match="no state to merge"):
         DataLoader.merge_states([])
+    with pytest.raises(StateError, match="names its shards, and Nameless has no shard_names"):
+        make(Nameless(), 2).load_state_dict(state)
+    with pytest.raises(StateError, match=r"state 1 is not from a hybridloader\.DataLoader"):
+        DataLoader.merge_states([state, {"epoch": 1}])
+    others = []
+    for number in range(2):
+        loader = make(Shards(1, 2, names=[*"bcd"] if number else None), 2)
+        loader.set_epoch(1 - number)
+        next(iter(loader))
+        others.append(loader.state_dict())
+    with pytest.raises(StateError, match=r"states are of the epochs \[0, 1\]; merge those of one"):
+        DataLoader.merge_states([state, others[0]])
+    with pytest.raises(StateError, match="the states have different shard_names"):
+        DataLoader.merge_states([state, others[1]])
     with pytest.raises(StateError, match="state 0 has no shards"):
         DataLoader.merge_states([make([1, 2], 0).state_dict()])
     del state["_hybridloader"]["shards"]["left"]

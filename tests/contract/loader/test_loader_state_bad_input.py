@@ -96,6 +96,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"dataset": Stream()},
         "_num_workers is 2 in the state and 0",
     ),
+    "counts": (lambda: edited(f"{OWN}/counts", [2]), {}, r"damaged \(ValueError: .*load another"),
     "a worker": (
         lambda: edited("_worker_snapshots/worker_0", None, dataset=Stream()),
         {"dataset": Stream()},
@@ -168,6 +169,23 @@ def test_what_shows_only_by_trying_is_raised_before_a_worker_starts(name: str) -
     assert torch.equal(generator, torch.get_rng_state())
 
 
+def test_a_generator_of_another_size_is_refused_by_iter() -> None:
+    found = edited(f"{OWN}/generators", {"default": torch.zeros(3)}, shuffle=True)
+    loader = make(shuffle=True)
+    loader.load_state_dict(found)
+    before = torch.get_rng_state()
+    with pytest.raises(StateError, match="state of the generator 'default' can't be loaded: "):
+        iter(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_more_batches_than_an_iterable_dataset_has_are_refused_by_iter() -> None:
+    loader = make(dataset=Stream())
+    loader.load_state_dict(edited("_num_yielded", 9, dataset=Stream(), count=1))
+    with pytest.raises(StateError, match=r"_num_yielded is 9 in .* the dataset has only 2 batches"):
+        iter(loader)
+
+
 def test_what_was_loaded_is_a_copy() -> None:
     found = state()
     kept = copy.deepcopy(found)
@@ -229,4 +247,8 @@ def test_what_a_sampler_raises_names_it() -> None:
     with pytest.raises(
         StateError, match=r"\(PickySampler\).*KeyError: 'level'; load the state into"
     ):
+        iter(loader)
+    loader = make(sampler=type("PickySampler", (SequentialSampler,), {})(range(LENGTH)))
+    loader.load_state_dict(state(1, sampler=PickySampler(range(LENGTH))))
+    with pytest.raises(StateError, match=r"ValueError: PickySampler has no load_state_dict\(\)"):
         iter(loader)

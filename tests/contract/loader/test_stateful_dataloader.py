@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.sampler_loaders import time_states
+from support.state_cases import LENGTH, Ordered, Plain
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hybridloader import StateError, StatefulDataLoader, Threads
@@ -46,7 +47,7 @@ class Counted(Dataset[Any]):
 class Stream(IterableDataset[Any]):
     """Samples of one worker, with the number of the epoch, which it counts itself."""
 
-    at = epoch = begin = 0
+    at = epoch = begin = loads = 0
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -61,7 +62,7 @@ class Stream(IterableDataset[Any]):
         return {"at": self.at, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.begin, self.epoch = state["at"], state["epoch"]
+        self.begin, self.epoch, self.loads = state["at"], state["epoch"], self.loads + 1
 
 
 def same(batch: list[Any]) -> list[Any]:
@@ -158,6 +159,69 @@ def test_an_order_that_torchdata_drew_is_drawn_on() -> None:
     assert [index for batch in batches for index in batch] == behind[4:]
 
 
+def test_single_samples_and_their_order_are_those_of_torchdata() -> None:
+    loader = loader_of(range(LENGTH), None, sampler=Ordered())
+    state = {**ALONE, "_num_yielded": 20, "_sampler_iter_yielded": 20}
+    state |= {"dataset_state": None, "_sampler_iter_state": None}
+    state["_index_sampler_state"] = {"order": [*range(LENGTH)], "at": 20}
+    loader.load_state_dict(state)
+    assert [*loader] == [20, 21, 22]
+    # Without a state of the sampler, and of its iterator, the items are counted.
+    loader = loader_of(range(12), 3)
+    loader.load_state_dict({**ALONE, "dataset_state": None, "_sampler_iter_state": None})
+    assert [*loader] == [[6, 7, 8], [9, 10, 11]]
+    loader = loader_of(range(12), 3, shuffle=True)
+    generator = {"yielded": 13, "generator": torch.Generator().get_state()}
+    order = {"samples_yielded": 6, "sampler_iter_state": generator}
+    loader.load_state_dict({**ALONE, "dataset_state": None, "_sampler_iter_state": order})
+    with pytest.raises(StateError, match="yielded is 13 in the state, and the sampler has 12 ind"):
+        iter(loader)
+
+
+def test_a_stream_without_workers_is_gone_on_from_by_its_state_or_read_again() -> None:
+    state = {**ALONE, "dataset_state": {"at": 1, "epoch": 4}}
+    loader = loader_of(Stream(), 1)
+    loader.load_state_dict(state)
+    assert [*loader] == [[[0, 2, 4]], [[0, 3, 4]]]
+    assert loader.dataset.loads == 1  # type: ignore[attr-defined]
+    assert [*loader] == [[[0, n, 5]] for n in (1, 2, 3)]
+    state["dataset_state"] = None
+    state["fetcher_state"] = {"dataset_iter_state": None, "fetcher_ended": False}
+    loader = loader_of(Plain(), 2)
+    loader.load_state_dict(state)
+    batches = iter(loader)
+    assert next(batches) == [4, 5]
+    assert loader.state_dict()["_num_yielded"] == 3
+    assert [*batches] == [[6, 7], [8]]
+
+
+class Seeds(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield get_worker_info().seed  # type: ignore[union-attr]
+
+
+def test_after_an_end_that_torchdata_saved_workers_get_another_seed() -> None:
+    worker = {"dataset_state": None, "fetcher_state": None}
+    state = of_workers(MAIN, [worker], step=2, last=0)
+    torch.manual_seed(3)
+    loader = loader_of(Seeds(), 1, num_workers=1, backend="threads")
+    ((first,),) = loader
+    torch.manual_seed(3)
+    loader.load_state_dict({**state, "_iterator_finished": True})
+    assert len({5, first, *(seed for _ in range(2) for ((seed,),) in [loader])}) == 4
+
+
+def test_after_an_end_that_torchdata_saved_the_sampler_begins_again() -> None:
+    order = [*range(LENGTH)][::-1]
+    sampler = {"samples_yielded": LENGTH, "sampler_state": {"order": order, "at": 0}}
+    state = {**ALONE, "dataset_state": None, "_sampler_iter_state": sampler}
+    state |= {"_num_yielded": 2, "_sampler_iter_yielded": 2, "_iterator_finished": True}
+    loader = loader_of(range(LENGTH), 12, sampler=Ordered())
+    loader.load_state_dict(state)
+    for _ in range(2):
+        assert [*loader] == [order[:12], order[12:]]
+
+
 # -- our own states, in that form --------------------------------------------------------------------
 
 
@@ -187,8 +251,9 @@ def test_a_state_is_json_but_for_generators_and_a_copy(dataset: type, backend: A
     assert [[s[:2] for s in b] for b in taken + rest] == [[s[:2] for s in b] for b in whole]
 
 
-def test_before_any_pass_the_first_one_is_begun_and_is_then_given() -> None:
-    loader = loader_of(Counted(), 3, num_workers=2, backend=COPIES)
+@pytest.mark.parametrize("stays", [False, True])
+def test_before_any_pass_the_first_one_is_begun_and_is_then_given(stays: bool) -> None:
+    loader = loader_of(Counted(), 3, num_workers=2, backend=COPIES, persistent_workers=stays)
     state = loader.state_dict()
     begun = loader._iterator
     told = state["_snapshot"]["_worker_snapshots"]
@@ -196,7 +261,7 @@ def test_before_any_pass_the_first_one_is_begun_and_is_then_given() -> None:
     iterator = iter(loader)
     assert iterator is begun
     assert len(list(iterator)) == 4
-    assert iter(loader) is not begun
+    assert (iter(loader) is begun) is stays
 
 
 def test_what_workers_tell_and_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
