@@ -125,11 +125,17 @@ def test_constraints_pin_everything_that_is_required() -> None:
             assert re.split(r"[>\[]", line)[0].replace("-", "_") in pinned, line
 
 
-def test_info_prints_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_prints_what_a_bug_report_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = importlib.metadata.version
+    absent = {"loky": "no-such-package"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version(absent.get(name, name)))
     assert main(["info"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["Python"] == sys.version.splitlines()[0].rstrip()
     assert lines["torch"] == importlib.metadata.version("torch")
+    assert lines["loky"] == "not installed"
     assert lines["inline"] == lines["threads"] == "works"
     assert (lines["fork"] == "works") is FORK
     assert lines["memory"].endswith(" GiB")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,25 @@ def test_the_command_packs_a_folder(
     assert "FileExistsError" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["write-shards", "a", "-o", "b", "--bytes-per-shard", "1X"])
+    capsys.readouterr()
+    for options in ('["key"]', "{key: 1}"):
+        with pytest.raises(SystemExit):
+            main(["write-shards", "a", "-o", "b", "--storage-options", options])
+        assert f"must be a JSON object, not {options!r}" in capsys.readouterr().err
+
+
+def test_the_command_counts_shards_on_a_terminal_and_takes_options_of_a_store(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", told := Terminal())
+    (photos / "dog").rename(tmp_path / "dog")  # with it, all files that are skipped
+    out = f"file://{tmp_path}/out"
+    words = ["--samples-per-shard", "1", "--storage-options", '{"skip_instance_cache": true}']
+    assert main(["write-shards", str(photos), "-o", out, *words]) == 0
+    assert told.getvalue() == (
+        "0 shards are done\r1 shards are done\r1 samples in 1 shards, 1 to 1 in each\n"
+    )
