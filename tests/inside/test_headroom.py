@@ -132,6 +132,11 @@ def test_forms() -> None:
     assert "at most 4.00 times as fast" in shown
 
 
+class Broken:
+    def __iter__(self) -> Any:
+        raise TypeError("my own")
+
+
 def fails(batch: Any) -> None:
     raise ArithmeticError(batch)
 
@@ -140,6 +145,7 @@ def fails(batch: Any) -> None:
     ("loader", "step", "options", "kind", "says"),
     [
         (5, print, {}, TypeError, "takes a loader or a pipeline as `loader`, not 5"),
+        (Broken(), print, {}, TypeError, "^my own$"),
         ([1, 2], 7, {}, TypeError, "step must be a function that takes one batch"),
         ([1, 2], print, {"steps": 0}, ValueError, "steps"),
         ([1, 2], print, {"batches": 1.5}, TypeError, "batches"),

@@ -14,12 +14,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.failing_datasets import Samples
 from support.platforms import needs_fork
 from support.recordings import Event, chrome_events
 from support.traces import ReadTrace
 
 import hybridloader
-from hybridloader import DataLoader, Pipeline, Skip
+from hybridloader import DataLoader, Pipeline, Retry, Skip
 
 
 class Work:
@@ -117,6 +118,34 @@ def test_a_restart(path: Path, tmp_path: Path) -> None:
     assert replaced["args"]["stage"] == "DataLoader"
     assert len({event["pid"] for event in trace.named("task")}) == 3
     assert len(trace.named("next()")) == 17
+
+
+def test_retried_calls_and_samples_of_other_threads(path: Path) -> None:
+    failed: list[int] = []
+
+    def flaky(index: int) -> int:
+        if index == 5 and len(failed) < 2:
+            failed.append(index)
+            raise OSError(index)
+        time.sleep(5e-4)
+        return index
+
+    words: Any = {"num_workers": 1, "backend": "threads", "threads_per_worker": 2}
+    trace = loaded(path, Samples(flaky, 64), on_error=Retry(3, 0), **words)
+    (retried,) = trace.instants("retried")
+    assert retried["args"] == {"stage": "DataLoader", "calls": 2}
+    assert "DataLoader worker 0, more threads" in map(trace.track, trace.named("sample"))
+
+
+def test_a_trace_that_is_lost_gives_way_to_the_programs_error(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError), hybridloader.observe.trace(folder / "run.json"):
+        folder.rmdir()
+    folder.mkdir()
+    running = hybridloader.observe.trace(folder / "run.json")
+    with pytest.warns(match="the trace was lost: "), pytest.raises(KeyError), running:
+        raise KeyError(folder.rmdir())
 
 
 def test_skipped_samples_and_errors(path: Path) -> None:

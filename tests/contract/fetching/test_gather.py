@@ -182,13 +182,14 @@ CHANGES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
 
 
 @pytest.mark.parametrize(("make", "change"), CHANGES)
+@pytest.mark.parametrize("options", [{}, {"on_error": "skip"}], ids=str)
 def test_parts_that_are_replaced_between_batches_are_seen_as_torch_sees_them(
-    make: Callable[[], Any], change: Callable[[Any], None]
+    make: Callable[[], Any], change: Callable[[Any], None], options: Any
 ) -> None:
     found = []
-    for kind in (torch.utils.data.DataLoader, hybridloader.DataLoader):
+    for kind, more in ((torch.utils.data.DataLoader, {}), (hybridloader.DataLoader, options)):
         data = make()
-        it = iter(kind(data, 2))
+        it = iter(kind(data, 2, **more))
         batches = [next(it)]
         change(data)
         found.append([*batches, next(it)])

@@ -293,6 +293,12 @@ def test_what_has_no_batches_of_indices_is_refused(workers: int) -> None:
             iter(loader)
 
 
+def test_threads_that_would_draw_in_any_order_are_refused() -> None:
+    options: Any = {"num_workers": 1, "backend": "threads", "threads_per_worker": 3}
+    with pytest.raises(ValueError, match=r"seeding='worker' .* the 3 threads .*leave one of them"):
+        DataLoader(Samples(), 2, seeding="worker", **options)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_that_makes_batches_itself_is_asked_for_them_with_one_warning(
     workers: int, warned_anew: None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.failing_datasets import Samples
 from support.late_numpy_import import ImportsLate
 from support.random_datasets import (
     Drawing,
@@ -208,15 +209,27 @@ class Odd:
     """No index of which anything is the same tomorrow."""
 
 
+def test_batches_without_samples_and_indices_of_any_kind_with_a_key_are_seeded() -> None:
+    batches: Any = [[], [(1, "a"), (2.5, b"b")], [(3, None)]]
+    data: Any = Samples(lambda index: [*index, random.random(), hybridloader.rng().python.random()])
+    options: Any = {"batch_sampler": batches, "collate_fn": list, "seeding": SampleSeeding(2)}
+    found = list(DataLoader(data, **options))
+    assert [len(batch) for batch in found] == [0, 2, 1]
+    for where in (on("threads", 2), on("threads", 1, **THREADS_3)):
+        assert list(DataLoader(data, **options, **where)) == found
+
+
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("backend", ["threads", None])
-def test_an_index_without_a_stable_key_is_refused(backend: str | None) -> None:
-    index = Odd()
+def test_an_index_without_a_stable_key_is_refused(backend: str | None, threads: int) -> None:
+    index: Any = Odd()
     loader = DataLoader(
-        {index: 1},
+        Samples(lambda index: int(random.random())),  # type: ignore[arg-type]
         sampler=[index],
         seeding="sample",
         backend=backend,
         num_workers=0 if backend is None else 1,
+        threads_per_worker=threads,
     )
     with pytest.raises(TypeError, match="Odd has nothing that would be the same in every process"):
         list(loader)

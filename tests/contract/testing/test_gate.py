@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 from support.forking import in_a_fork
 from support.platforms import needs_fork
 
-from hybridloader.testing import Gate
+from hybridloader import Threads
+from hybridloader.testing import BackendContract, Gate
 
 
 @needs_fork
@@ -28,3 +30,16 @@ def test_a_gate_takes_its_own_folder_along_and_lets_those_pass_that_wait_at_it()
     del gate, leave
     waiting.join()
     assert not folder.exists()
+
+
+def test_a_gate_and_a_crew_that_are_waited_for_in_vain_are_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hybridloader.testing.DEADLINE", 0.0)
+    gate, contract = Gate(), BackendContract()
+    contract.backend = Threads()  # type: ignore[misc]
+    for wait, told in ((gate.await_arrivals, "no worker came"), (gate.arrive, "was never opened")):
+        with pytest.raises(TimeoutError, match=told):
+            wait()
+    with contract.crew(contract.spec(abs)) as crew, pytest.raises(AssertionError, match="so far: "):
+        crew.collect(1)
