@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -225,21 +226,14 @@ def test_the_comparisons_give_both_loaders_equal_work(
     assert min(call(theirs), call(ours)) > 0
 
 
-HELD: list[bytearray] = []
-
-
-def holds_64_mb(worker: int) -> None:
-    HELD.append(bytearray(b"x" * 64_000_000))
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads files of the kernel")
-def test_the_memory_of_workers_is_what_they_add() -> None:
-    def measured(init: Any) -> float:
-        words: Any = {"num_workers": 2, "backend": "fork", "worker_init_fn": init}
-        return demo.memory(lambda: hybridloader.DataLoader([1, 2], **words))
-
-    more = measured(holds_64_mb) - measured(None)
-    assert 100 < more < 180, "two workers; the rest they share, more or less"
+def test_the_memory_of_workers_is_that_of_all_processes_below_this_one() -> None:
+    words: Any = {"num_workers": 2, "backend": "fork", "persistent_workers": True}
+    loader = hybridloader.DataLoader([1, 2], **words)  # type: ignore[arg-type]
+    found = demo.memory(lambda: loader)
+    below = psutil.Process().children(recursive=True)
+    assert len(below) >= 2
+    assert found == pytest.approx(sum(p.memory_full_info().pss for p in below) / 1e6, rel=0.2)
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
