@@ -233,7 +233,7 @@ def test_the_memory_of_workers_is_that_of_all_processes_below_this_one() -> None
     found = demo.memory(lambda: loader)
     below = psutil.Process().children(recursive=True)
     assert len(below) >= 2
-    assert found == pytest.approx(sum(p.memory_full_info().pss for p in below) / 1e6, rel=0.2)
+    assert found == pytest.approx(sum(p.memory_full_info().pss for p in below) / 1e6, rel=0.5)
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
