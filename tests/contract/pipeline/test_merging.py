@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pipeline_model import Counting, Settings, kind, saved
+from support.pipeline_model import Counting, Settings, events, kind, saved
 
 from hybridloader import Pipeline, PipelineLoader, StateError
 from hybridloader.sampling import BlockShuffleSampler, DistributedShuffleSampler
@@ -44,6 +44,7 @@ def fails(item: Any) -> Any:
     return item
 
 
+THREADS: dict[str, Any] = {"backend": "threads", "num_workers": 1}
 Step = Callable[[Pipeline, Settings], Pipeline]
 EARLY: dict[str, Step] = {  # in any number and order
     "map": lambda pipe, settings: pipe.map(same, **settings.place()),
@@ -123,9 +124,10 @@ def readers(ranks: int, rank: int, chosen: Settings) -> Any:
 
 def maker(count: int, steps: list[Step], *, source: str = "order") -> Make:
     def make(ranks: int, rank: int, chosen: Settings) -> Pipeline:
-        if source == "shards":
+        if "shards" in source:
             numbers = NamedShards(count, ranks, rank)
-            pipe = Pipeline.from_iterable(numbers, **readers(ranks, rank, chosen))
+            more = {"on_error": "skip"} if "skipping" in source else {}
+            pipe = Pipeline.from_iterable(numbers, **readers(ranks, rank, chosen), **more)
         else:
             sampler = sampler_of(count, ranks, rank, source == "blocks")
             pipe = Pipeline.from_dataset(range(count), sampler=sampler, **chosen.place())
@@ -272,13 +274,30 @@ def test_ranks_that_have_ended_have_nothing_left_and_the_next_epoch_is_whole() -
         others[0].set_epoch(5)
 
 
+def test_a_rank_that_has_not_begun_has_all_left() -> None:
+    make = maker(20, [EARLY["map"]])
+    loaders = [PipelineLoader(make(2, rank, Settings(0)), seed=1) for rank in range(2)]
+    had = list(islice(loaders[1], 4))
+    state = make(1, 0, Settings(0)).merge_states([loader.state_dict() for loader in loaders])
+    for rank in range(3):
+        had += make(3, rank, Settings(0)).run(state=state)
+    assert sorted(had) == list(range(20))
+
+
 def both(make: Make, most: tuple[int, int] = (3, 5)) -> list[Any]:
     states = []
     for rank in range(2):
         with make(2, rank, Settings(0)).run(seed=1) as run:
-            list(islice(run, most[rank]))
+            events(run, most[rank])
             states.append(saved(run))
     return states
+
+
+TWICE: dict[str, Step] = {
+    "on threads": lambda pipe, _: pipe.flat_map(_twice, **THREADS),
+    "inline": lambda pipe, _: pipe.flat_map(_twice),
+    "seeded": lambda pipe, _: pipe.map(fails).flat_map(_twice, seeding="sample"),
+}
 
 
 @pytest.mark.parametrize(
@@ -299,10 +318,7 @@ def both(make: Make, most: tuple[int, int] = (3, 5)) -> list[Any]:
             r"has returned a part of its results of a batch",
         ),
         (
-            [
-                lambda pipe, _: pipe.flat_map(_twice, backend="threads", num_workers=1),
-                lambda pipe, _: pipe.flat_map(_twice),
-            ],
+            [TWICE["on threads"], TWICE["inline"]],
             "has returned a part of its results of one item",
         ),
     ],
@@ -311,6 +327,28 @@ def test_what_other_ranks_can_not_go_on_with_is_refused(steps: list[Step], messa
     make = maker(60, steps)
     with pytest.raises(StateError, match=message):
         make(3, 0, Settings(0)).merge_states(both(make))
+
+
+@pytest.mark.parametrize(
+    ("source", "steps", "most", "message"),
+    [
+        (
+            "order",
+            [TWICE["on threads"], TWICE["inline"]],
+            (1, 2),
+            "and :2-2 have returned a part of an item, on different ranks",
+        ),
+        ("order", [TWICE["seeded"]], (50, 3), r"flat_map\(_twice\)' would run from the beginning"),
+        ("shards", [BUFFERS["shuffle"]], (3, 5), "a step with a buffer, and its shards have no"),
+        ("skipping shards", [TWICE["inline"]], (3, 5), "and the source skips items"),
+    ],
+)
+def test_what_no_order_of_the_rest_can_tell_is_refused(
+    source: str, steps: list[Step], most: tuple[int, int], message: str
+) -> None:
+    make = maker(60, steps, source=source)
+    with pytest.raises(StateError, match=message):
+        make(3, 0, Settings(0)).merge_states(both(make, most))
 
 
 def test_states_that_are_not_those_of_all_ranks_are_refused() -> None:

@@ -128,6 +128,11 @@ def test_an_item_that_alone_costs_too_much_is_an_error_that_names_it() -> None:
     assert str(error).startswith("batch_by: an item costs 11, more than max_cost=10: 11 (a int)")
 
 
+def test_a_cost_may_be_in_an_array_or_a_tensor() -> None:
+    costs = [torch.tensor(4), np.array(6.0), np.int64(9)]
+    assert outcome(by_cost(), *costs) == [costs[:2], costs[2:]]
+
+
 @pytest.mark.parametrize(
     ("cost", "kind", "told"),
     [
@@ -177,6 +182,7 @@ def test_a_key_without_a_hash_or_a_size_is_an_error_at_its_item() -> None:
         ({}, 2, no_hash),
         (torch.tensor(1), 2, no_hash),
         ("a", {0: 2}.get, "batch_size('a') must be"),
+        ("a", lambda found: 2 if found == 0 else next(iter("")), "batch_size raised StopIteration"),
         ("a", lambda found: 0 if found == "a" else 2, "batch_size('a') must be at least 1"),
     ]:
         found = outcome(steps.bucket_by(key(given), size, collate_fn=list), 1, 2, 3)

@@ -43,6 +43,16 @@ def test_one_dimension_is_padded_as_by_torch(
     same(told, torch.tensor(lengths))
 
 
+def test_arrays_that_torch_can_not_share_are_copied_and_kinds_are_promoted() -> None:
+    arrays = [np.arange(3)[::-1], np.arange(2, dtype=np.int32)]
+    arrays[1].flags.writeable = False
+    same(Pad()(arrays), torch.tensor([[2, 1, 0], [0, 1, 0]]))
+    kinds = [torch.ones(2, requires_grad=True), torch.zeros(2, dtype=torch.float64)]
+    Pad()(kinds).sum().backward()
+    same(Pad(9)(kinds).detach(), torch.tensor([[1.0, 1], [0, 0]], dtype=torch.float64))
+    same(kinds[0].grad, torch.ones(2))
+
+
 def alike(number: int) -> dict[str, Any]:
     return {
         "tensor": torch.full((2, 3), float(number)),

@@ -7,12 +7,13 @@ import random
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, repeat
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from support.pipeline_model import events
@@ -323,6 +324,29 @@ def test_a_step_that_counts_errors_is_resumed_at_its_mark_after_one(
     calls.clear()
     assert events(pipe.run(state=state)) == whole[3:]
     assert (3 in calls) == again
+
+
+class Marking(Operator):
+    """All items, with a mark before each."""
+
+    def open(self, items: Iterator[Any], context: Any) -> Iterator[Any]:
+        for number, item in enumerate(items):
+            context.mark(number, Value())
+            yield item
+
+
+class Value:
+    kept: ClassVar = weakref.WeakSet[Any]()
+
+    def __init__(self) -> None:
+        self.kept.add(self)
+
+
+@pytest.mark.parametrize("behind", [Totals(), Alternate()], ids=["made again", "found again"])
+def test_marks_that_no_state_can_need_any_more_are_let_go(behind: Operator) -> None:
+    pipe = Pipeline.from_iterable(lambda: iter(range(2000)), backend="inline", num_workers=1)
+    counts = [len(Value.kept) for _ in pipe.filter(str).apply(Marking()).apply(behind)]
+    assert 2 <= max(counts) < 600
 
 
 @dataclass(frozen=True)

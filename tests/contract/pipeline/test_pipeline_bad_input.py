@@ -12,6 +12,7 @@ import pytest
 
 from hybridloader import Pipeline, Threads
 from hybridloader.errors import BackendUnavailable, WorkerPicklingError
+from hybridloader.pipeline import Operator, Pad
 
 BASE = Pipeline.from_dataset(range(7))
 
@@ -109,11 +110,21 @@ FUNCTIONS: dict[str, Case] = {
     "collate is no function": (lambda: BASE.batch(3, collate_fn=3), TypeError, "batch: collate_fn"),
     "cache number": (lambda: BASE.cache(3), TypeError, r"cache: path .*not 3 \(a int\)"),
     "cache folder": (lambda: BASE.cache("some/"), ValueError, "path='some/' names no file"),
+    "fingerprint": (lambda: BASE.cache("a", fingerprint=3), TypeError, "must be a text, not 3"),
+    "padding": (lambda: Pad("0"), TypeError, "padding_value must be a number, not '0'"),
     "apply nothing": (lambda: BASE.apply(3), TypeError, "apply takes an Operator or a function"),
+    "apply what gives none": (lambda: BASE.apply(id), TypeError, "which is not a Pipeline"),
 }
 
 SOURCES: dict[str, Case] = {
     "no iterable": (lambda: Pipeline.from_iterable(3), TypeError, "must be an iterable, or a"),
+    "text": (lambda: Pipeline.from_iterable("abc"), TypeError, "read one character at a time"),
+    "sampler": (lambda: Pipeline.from_dataset([1], sampler=3), TypeError, "must be an iterable"),
+    "container for readers": (
+        lambda: Pipeline.from_iterable([1], backend="threads", num_workers=2),
+        ValueError,
+        r"each of the 2 readers would give all items of \[1\]",
+    ),
     "generator for readers": (
         lambda: Pipeline.from_iterable((k for k in "ab"), name="pages", backend="threads"),
         TypeError,
@@ -141,6 +152,12 @@ NUMBERS: dict[str, Case] = {
     "repeat": (lambda: BASE.repeat(-1), ValueError, "repeat: times must be at least 0"),
     "prefetch": (lambda: BASE.prefetch(0), ValueError, "prefetch: count must be at least 1"),
     "rank": (lambda: BASE.shard(3, 3), ValueError, "shard: rank=3 of num_replicas=3.*0 to 2"),
+    "half a shard": (
+        lambda: BASE.shard(rank=1),
+        ValueError,
+        "shard: .*=None and rank=1: give both",
+    ),
+    "no budget": (lambda: BASE.batch_by(double, "9"), TypeError, "max_cost must be a number"),
     "budget": (lambda: BASE.batch_by(double, math.nan), ValueError, "batch_by: max_cost"),
 }
 
@@ -151,6 +168,8 @@ def mixed(weights: Any, error: type[Exception], words: str) -> Case:
 
 JOINS: dict[str, Case] = {
     "negative weight": mixed([1, -1], ValueError, "above 0"),
+    "no weights": mixed(2, ValueError, "one number for each of 2 pipelines, not 2"),
+    "a text": mixed([1, "2"], TypeError, r"\[1\] must be a number, not '2'"),
     "too few": mixed([1], ValueError, "one number for each of 2"),
     "stop": (lambda: BASE.mix(BASE, stop="some"), ValueError, "mix: stop must be 'all' or 'first'"),
     "a list zipped": (lambda: Pipeline.zip([1], BASE), TypeError, "zip joins pipelines"),
@@ -187,7 +206,28 @@ def generator() -> Iterator[int]:
     yield from range(3)
 
 
+class Opens(Operator):
+    def __init__(self, what: Callable[[Any], Any]) -> None:
+        self.what = what
+
+    def branches(self) -> tuple[Any, ...]:
+        return (BASE.take(2),)
+
+    def open(self, items: Iterator[Any], context: Any) -> Any:
+        return self.what(context)
+
+
 LATE: dict[str, Case] = {
+    "a step that opens a list": (
+        lambda: BASE.apply(Opens(lambda _: [1])),
+        TypeError,
+        r"'opens': open\(\) must return an iterator, not \[1\]",
+    ),
+    "a step that opens another pipeline": (
+        lambda: BASE.apply(Opens(lambda context: context.open(BASE))),
+        ValueError,
+        "'opens' did not name .* as branch 0",
+    ),
     "unpicklable function": (
         lambda: BASE.map(
             functools.partial(two, threading.Lock()),
@@ -235,6 +275,12 @@ def test_a_stage_that_can_not_begin_says_so_for_each_task(backend: str, what: st
             assert any("stage 'my stage'" in note for note in caught.value.__notes__)
         with pytest.raises(StopIteration):
             next(run)
+
+
+def test_a_step_without_workers_that_can_not_begin_is_named() -> None:
+    with pytest.raises(LookupError, match="isn't there") as caught:
+        BASE.map(FailingSetup(), name="my step").run()
+    assert "In stage 'my step', setting it up." in caught.value.__notes__
 
 
 def test_a_backend_that_can_not_serve_is_refused_before_any_worker_starts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,15 @@ def test_a_pipeline_of_fifty_steps_runs_and_resumes(name: str) -> None:
         assert len(list(run)) == 1
     if name != "cache":  # which another run may not fill
         assert len(list(pipe.run(state=state))) == 1
+
+
+def test_a_table_of_the_steps_has_their_options() -> None:
+    work: Any = {"backend": "fork", "num_workers": 1, "fuse": False}
+    pipe = Pipeline.from_dataset(range(9)).map(abs, **work).map(abs, **work)
+    pipe = pipe.map(str, backend="threads", num_workers=2, prefetch=5, timeout=3)
+    *_, first, second, third = (" ".join(row.split()[1:]) for row in str(pipe).splitlines())
+    assert [first, second] == ["fork x 1 passed on unopened 9", "fork x 1 9"]
+    assert third == "threads x 2 5 items ahead, timeout 3 s 9"
 
 
 def test_joins_within_one_another_are_planned_once_each() -> None:

@@ -74,6 +74,24 @@ def test_workers_live_and_are_set_up_once_for_all_epochs_and_repetitions(backend
     assert first[0] != other[0]
 
 
+def test_without_workers_a_function_is_set_up_once_for_all_epochs() -> None:
+    calls: list[int] = []
+    where: dict[str, Any] = {"backend": "inline", "num_workers": 1, "worker_init_fn": calls.append}
+    with Pipeline.from_dataset(range(3)).map(abs, **where).repeat(2).epochs(2) as epochs:
+        assert [list(epoch) for epoch in epochs] == [[0, 1, 2] * 2] * 2
+    assert calls == [0]
+
+
+def test_an_epoch_that_is_closed_ends_and_the_next_begins() -> None:
+    with two_stages("threads").epochs(2) as epochs:
+        for epoch in epochs:
+            assert next(epoch) == PAIRS[0]
+            epoch.close()
+            for ask in (epoch.__next__, epoch.__enter__):
+                with pytest.raises(IteratorClosed):
+                    ask()
+
+
 def test_epochs_are_numbered_counted_and_end() -> None:
     pipe = Pipeline.from_dataset(range(3))
     epochs = pipe.epochs(2, first=5)

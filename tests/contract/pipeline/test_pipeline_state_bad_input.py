@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from support.pipeline_model import events, saved
+from torch.utils.data import RandomSampler
 
 from hybridloader import Pipeline, get_worker_info
 from hybridloader.errors import HybridLoaderError, IteratorClosed, StateError
@@ -167,6 +169,22 @@ def test_data_that_have_become_fewer_are_noticed(place: dict[str, Any], behind: 
             with pytest.raises(IteratorClosed):
                 next(run)
             assert saved(run)["given"] == 9
+
+
+def test_damaged_places_of_a_buffer_a_generator_and_readers_are_told() -> None:
+    data, where = range(20), {"backend": "threads", "num_workers": 1}
+    drawn = RandomSampler(data, generator=torch.Generator())
+    plain = Pipeline.from_dataset(data)
+    read = Pipeline.from_iterable(data, **where)  # type: ignore[arg-type]
+    for pipe, mark, field, damage, told in (
+        (plain.shuffle(4), ":1", "value", [3, 8, 0, "x"], "shuffle: the numbers .* are damaged"),
+        (Pipeline.from_dataset(data, sampler=drawn), ":0", "value", "AA", "generator is damaged"),
+        (read, ":0-0", "at", 9, "is after item 9 of pass 2, and item 5 of pass 2 is needed"),
+    ):
+        state = a_state(pipe, 5)
+        state["marks"][mark][field] = damage
+        with pytest.raises(StateError, match=told):
+            pipe.run(state=state)
 
 
 def test_a_sampler_that_refuses_its_state_is_named() -> None:

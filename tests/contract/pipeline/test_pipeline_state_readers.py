@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 import tracemalloc
@@ -312,6 +313,10 @@ def test_shards_of_other_ranks_are_merged_and_wrong_ones_refused() -> None:
         make(0, 2, [5, 5, 5, 5]).run(state=state)
     with pytest.raises(StateError, match=r"state is of rank 0 of 2, and this is rank 1 of 2"):
         make(1, 2, [5, 5, 5]).run(state=state)
+    unnamed = copy.deepcopy(state)
+    del unnamed["marks"][":0-0"]["value"]["shards"]
+    with pytest.raises(StateError, match="the source of the state does not name its shards"):
+        make(0, 2, [5, 5, 5]).run(state=unnamed)
     state["marks"][":0-0"]["value"]["readers"][0] = [1]
     with pytest.raises(StateError, match="the positions of the readers are damaged"):
         make(0, 2, [5, 5, 5]).run(state=state)

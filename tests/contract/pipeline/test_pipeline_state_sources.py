@@ -244,6 +244,23 @@ def test_what_tells_its_state_is_not_read_again_from_its_beginning() -> None:
     assert StepsIterator.read <= 65
 
 
+class Failing(StepsIterator):
+    def __next__(self) -> int:
+        if super().__next__() % 10 == 4:
+            raise ArithmeticError(self.number)
+        return self.sum
+
+
+def test_a_source_with_a_state_goes_on_behind_its_errors() -> None:
+    pipe = Pipeline.from_iterable(lambda: Failing(150))
+    whole = events(pipe.run())
+    for stop in (4, 80, 134):
+        with pipe.run() as run:
+            assert events(run, stop) == whole[:stop]
+            assert events(pipe.run(state=saved(run))) == whole[stop:]
+    assert [what for what, _ in whole].count("error") > 9
+
+
 def test_a_state_that_can_not_be_told_troubles_only_who_asks_for_it() -> None:
     class Broken(Steps):
         def state_dict(self) -> dict[str, Any]:
