@@ -126,6 +126,7 @@ def test_many_pairs_from_anywhere(shared_kind: str) -> None:
         assert shared["k2999"] == (2999, "\u00e9")
         assert "k3000" not in shared
         assert SharedDict(shared) == shared
+    assert SharedDict({"a": "b" * 3000}).nbytes > SharedDict({"a": "b"}).nbytes + 2000
 
 
 def test_its_views_are_those_of_a_dict() -> None:

@@ -75,6 +75,7 @@ TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: drawing([0, 0.0]), ValueError, "all 2 weights are 0"),
     (lambda: drawing([]), ValueError, "weights is empty: there is nothing to draw from"),
     (lambda: drawing([[1, 2]]), ValueError, r"one dimension, got the shape \(1, 2\)"),
+    (lambda: drawing([[1], [1, 2]]), ValueError, "weights must have one dimension: setting an"),
     (lambda: drawing([1j]), TypeError, "weights must be numbers, got complex128"),
     (lambda: drawing(num_samples=0), ValueError, "num_samples must be at least 1, got 0"),
     (lambda: budgeted([1, -1]), ValueError, r"got lengths\[1\] = -1"),

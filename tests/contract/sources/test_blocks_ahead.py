@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.archives import sample_members, tar_bytes
 from support.http_store import HttpStore
@@ -86,6 +87,22 @@ def test_a_sample_that_is_read_again_comes_from_the_cache(store: HttpStore, tmp_
     store.requests.clear()
     assert [tar[index] for index in range(len(tar))] == samples()
     assert not store.requests
+    tar.close()
+
+
+def test_a_sample_whose_archive_can_not_be_kept_is_read_alone(
+    store: HttpStore, tmp_path: Path
+) -> None:
+    tar = tar_of(store, cache_dir=str(tmp_path))
+    store.once = dict.fromkeys(store.files, "whole")  # instead of a range: not again
+    store.requests.clear()
+    assert [*tar] == samples()
+    assert len(store.requests) == 3 * SHARDS
+    tar.close()
+    (tmp_path / "file").touch()
+    tar = tar_of(store, cache_dir=str(tmp_path / "file" / "folder"))
+    with pytest.warns(UserWarning, match="blocks are not kept in .*folder: .*; set cache_dir="):
+        assert [*tar] == samples()
     tar.close()
 
 
@@ -208,6 +225,39 @@ def test_a_block_that_failed_is_read_sample_by_sample(gated: Any) -> None:
     source.errors = {2: [OSError("503")]}
     assert sorted(map(source.__getitem__, BlockShuffleSampler(source, seed=0))) == [*range(12)]
     assert sorted(source.alone) == [6, 7, 8]
+
+
+class Across(Gated):
+    block_sizes = np.array([6, 6])  # type: ignore[assignment]
+
+
+def test_without_threads_or_with_blocks_across_shards_samples_are_read_alone(
+    gated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    source, across = gated(4, 3), Across(4, 3)
+    source.gate.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        first, *rest = BlockShuffleSampler(source, seed=0)
+        assert [source[first]] == source.alone == [first]
+    assert [source[index] for index in rest] == rest  # threads may be started again
+    assert sorted(map(across.__getitem__, BlockShuffleSampler(across, seed=0))) == [*range(12)]
+    assert not across.fetches
+
+
+def test_blocks_whose_other_samples_a_resumed_run_has_had_make_room(gated: Any) -> None:
+    order = [*BlockShuffleSampler([4] * 12, seed=0, window_blocks=2)]
+    for position in (3, 10, 25):
+        source = gated(12, 4, limit=250)
+        source.gate.set()
+        sampler = BlockShuffleSampler(source, seed=0, window_blocks=2)
+        sampler.load_state_dict({**sampler.state_dict(), "epoch": 0, "position": position})
+        assert [source[index] for index in sampler] == order[position:]
+        assert {*source.fetches.values()} == {1}
+        assert not source.alone
 
 
 def test_a_shard_that_is_not_there_is_asked_for_once(gated: Any) -> None:

@@ -43,6 +43,19 @@ def test_a_folder_has_all_files_below_it_sorted(folder: Path) -> None:
     assert repr(files) == "Files(5 samples in 1 shards)"
 
 
+def test_paths_are_compared_shown_and_indexed_as_a_list_is(folder: Path) -> None:
+    paths, plain = Files(folder).paths, [f"{folder.as_posix()}/{name}" for name in NAMES]
+    assert paths == plain == [*paths]
+    assert paths == Files(folder).paths
+    for other in (plain[1:], plain[::-1], Files(folder / "b").paths, 5):
+        assert paths != other
+    assert repr(paths) == f"Texts([{', '.join(map(repr, plain[:3]))}, ...])"
+    assert (paths[-5], paths[4], paths[3:]) == (plain[0], plain[4], plain[3:])
+    for index in (5, -6):
+        with pytest.raises(IndexError, match="no text"):
+            paths[index]
+
+
 def test_globs_and_several_roots_name_each_file_once(folder: Path) -> None:
     assert names(Files(f"{folder}/*/*.txt"), folder) == ["a/1.txt", "a/2.txt", "b/1.txt"]
     assert names(Files(f"{folder}/**/*.txt"), folder) == NAMES[:4]
@@ -174,6 +187,11 @@ def test_a_mistake_of_the_program_is_not_taken_for_a_store_that_fails(store: Htt
 def test_a_missing_library_is_told_with_the_line_that_installs_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "dropboxdrivefs", None)
+    with pytest.raises(ImportError, match=r"dropbox://a/\* can't be opened: .*pip install fsspec"):
+        Files("dropbox://a/*")
+    with pytest.raises(ImportError, match="dropbox://a/1 can't be opened"):
+        Files("dropbox://a/1")[0]  # which was not listed
     monkeypatch.setitem(sys.modules, "fsspec", None)
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(ImportError, match="pip install fsspec aiohttp"):

@@ -108,6 +108,19 @@ def test_archives_that_another_rank_indexes_are_left_to_it(
     assert len(Tar(urls, index=str(tmp_path))) == 12
 
 
+def test_an_index_that_can_not_be_saved_leaves_nothing_behind(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    urls = put(memory, 1)
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        assert len(Tar(urls, index=str(tmp_path))) == 4
+    assert not [name for name in os.listdir(tmp_path) if "index" in name]
+
+
 def test_a_folder_without_locks_serves_too(
     memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

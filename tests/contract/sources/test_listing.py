@@ -188,6 +188,18 @@ def test_a_table_asks_for_each_file_as_it_is_first_opened_and_never_before(liste
     assert found == [f"info {name}" for name in listed.files]
 
 
+def test_a_store_that_tells_no_sizes_serves_archives_and_no_tables(
+    listed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = listed._entry
+    monkeypatch.setattr(listed, "_entry", lambda *given: {**entry(*given), "size": None})
+    listed.files["b/a.tar"] = tar_bytes(sample_members(0, 3))
+    assert len(Tar(f"{listed.protocol}://b/a.tar")) == 3
+    listed.files["b/a.parquet"] = parquet_bytes(0)
+    with pytest.raises(SourceError, match=r"a\.parquet can't be read by ranges, as its store rep"):
+        Parquet(f"{listed.protocol}://b/a.parquet")
+
+
 # Patterns.
 
 

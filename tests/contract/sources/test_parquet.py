@@ -100,6 +100,20 @@ def test_a_batch_of_tensors_has_the_types_of_the_columns(folder: Path) -> None:
     numbers.close()
 
 
+def test_large_batches_of_tensors_are_those_of_the_files(tmp_path: Path) -> None:
+    x = np.arange(600_000)
+    columns = {"x": x, "y": -x, "half": x.astype(np.float32)}  # larger than the smallest slot
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=150_000)
+    rows = Parquet(tmp_path, tensors=True)
+    options: Any = {"collate_fn": Parquet.collate_fn, "num_workers": 1, "backend": "threads"}
+    batches = [*DataLoader(rows, 200_000, **options)]
+    for name, column in columns.items():
+        found = torch.cat([batch[name] for batch in batches])
+        assert found.dtype == torch.from_numpy(column).dtype
+        assert torch.equal(found, torch.from_numpy(column))
+    rows.close()
+
+
 def test_a_filter_counts_rows_and_leaves_out_row_groups(folder: Path) -> None:
     rows = Parquet(folder, columns=["int"], filter=ds.field("int") > 5)
     assert [one["int"] for one in rows] == list(range(6, 17))

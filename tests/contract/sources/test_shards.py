@@ -49,6 +49,19 @@ def test_a_loader_and_a_pipeline_read_them_by_any_sampler() -> None:
     assert list(pickle.loads(pickle.dumps(shards))) == list(shards)
 
 
+def test_what_a_subclass_lacks_or_has_wrong_is_told() -> None:
+    for sizes, told in [
+        ([[1], [2]], r"there are 2 shards, and shard_sizes of the shape \(2, 1\)"),
+        ([3, -2], "shard 1 has -2 samples; pass 0 or more"),
+    ]:
+        with pytest.raises(ValueError, match=told):
+            Counted(sizes)
+    shards = Counted([2])
+    assert shards.fetched(0, 1) is None  # nobody has read ahead
+    with pytest.raises(NotImplementedError, match=r"Counted has no fetch\(\); define it, or read"):
+        shards.fetch(0, 0, 1)
+
+
 def test_every_public_name_loads_and_nothing_heavy_with_them() -> None:
     for name in sources.__all__:
         assert getattr(sources, name).__name__ == name

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.command import main
 
+from hybridloader.errors import StoreError
 from hybridloader.sources import Tar, write_shards
 
 
@@ -175,6 +176,26 @@ def test_a_sample_that_would_be_lost_is_refused(tmp_path: Path) -> None:
         with pytest.raises((TypeError, ValueError), match=told):
             write_shards([sample(0), bad], str(tmp_path / f"{number}"))
         assert [path.name for path in (tmp_path / f"{number}").iterdir()] == ["_pack.json"]
+
+
+def test_a_pack_in_a_store_is_not_written_over(memory: Any) -> None:
+    write_shards(Samples(9), "memory://out")
+    with pytest.raises(FileExistsError, match="has a complete pack"):
+        write_shards(Samples(8), "memory://out")
+    assert contents("memory://out/*.tar") == expected(9)
+
+
+def test_a_store_that_refuses_a_file_or_a_listing_is_named(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no more room")
+
+    for what, told in (("put_file", "_pack.json, writing"), ("ls", "/out")):
+        monkeypatch.setattr(type(memory), what, refuse)
+        with pytest.raises(StoreError, match=rf"memory:/{{0,2}}.*{told}.*no more room"):
+            write_shards(Samples(4), "memory://out")
+        monkeypatch.undo()
 
 
 def test_arrays_and_json_are_members(tmp_path: Path) -> None:
