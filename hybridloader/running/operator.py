@@ -491,8 +491,6 @@ class Operator(ABC):
             if longest is not None and type(value) in (list, tuple):
                 value = value[:longest]  # the rest is not shown, and may be a million numbers
             shown = attribute(value, "__qualname__") or _ADDRESS.sub("", repr(value))
-            if " at 0x" in shown:  # an address differs in every run
-                shown = type(value).__qualname__
             shown = shown if longest is None else beginning(shown, longest)
             shown_fields.append(shown if required else f"{entry.name}={shown}")
         return f"{self.name}({', '.join(shown_fields)})"
