@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.scripts import Script
 
 from hybridloader import Pipeline, WorkerDied
 from hybridloader.errors import IteratorClosed
@@ -83,10 +84,13 @@ def test_without_workers_a_function_is_set_up_once_for_all_epochs() -> None:
 
 
 def test_an_epoch_that_is_closed_ends_and_the_next_begins() -> None:
-    with two_stages("threads").epochs(2) as epochs:
+    scripts: list[Script] = []
+    pipe = Pipeline.from_iterable(lambda: scripts.append(Script(*range(9))) or scripts[-1])  # type: ignore[func-returns-value]
+    with pipe.prefetch(1).epochs(2) as epochs:
         for epoch in epochs:
-            assert next(epoch) == PAIRS[0]
+            assert next(epoch) == 0
             epoch.close()
+            assert scripts[-1].closed
             for ask in (epoch.__next__, epoch.__enter__):
                 with pytest.raises(IteratorClosed):
                     ask()
