@@ -204,6 +204,8 @@ def _left(chain: Chain, sampler: Any, position: Position) -> _Left:
         early = () if needs.needed is None else needs.needed.numbers
         rest = needs.start if needs.needed is None else needs.needed.until
         return _Left(mark.value, [number - mark.at for number in sorted(early)], rest - mark.at)
+    if needs.needed is not None:
+        _refuse(place, "comes before a step with a buffer")
     numbers = range(since, since + len(own))
     return _Left(mark.value, numbers, since + len(own), own, place)
 
