@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
 from typing import Any
 
@@ -23,9 +24,9 @@ from hybridloader.backends.process.frames import (
     encode_fields,
 )
 from hybridloader.engine import Done, Exhausted, Failed, Pickled, Ready, Task
-from hybridloader.errors import DamagedMessage, HybridLoaderError
+from hybridloader.errors import DamagedMessage, HybridLoaderError, ResultPicklingError
 from hybridloader.memory.segments import ALIGN, aligned_view
-from hybridloader.memory.shared_slots import BufferPlace, SlotMap, SlotWriter
+from hybridloader.memory.shared_slots import BufferPlace, SlotMap, SlotReader, SlotWriter
 
 thorough = settings(max_examples=60, deadline=None)
 
@@ -196,6 +197,58 @@ def test_a_first_part_is_read_as_it_was_written() -> None:
     assert decode_fields([memoryview(encode_fields(*written))]) == written
     plain = frames.FAILED, 0, b"", (), None, None, -1, 0.0, 0
     assert decode_fields([memoryview(encode_fields(*plain))]) == (*plain[:6], None, *plain[7:])
+
+
+META = pickle.dumps((SLOT_MAP, b"extras"), 5)
+
+
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [
+        (b"\x80\x05no pickle", "the metadata of a message can't be read"),
+        (pickle.dumps([SLOT_MAP, None], 5), "the metadata of a message is of <class 'list'>"),
+        (pickle.dumps((5, None), 5), r"invalid metadata: \(5, None\)"),
+    ],
+    ids=["no pickle", "no pair", "no map"],
+)
+def test_metadata_that_nobody_wrote_is_damage(meta: bytes, words: str) -> None:
+    size = len(META)
+    whole = encode_fields(frames.DONE, 1, b"body", (3,), SLOT_MAP, b"extras")
+    assert whole[-4 - size :] == META + b"body"
+    with pytest.raises(DamagedMessage, match=words):
+        decode_fields([memoryview(whole[: -4 - size] + meta.ljust(size, b".") + b"body")])
+    with pytest.raises(DamagedMessage, match=f"a message of {len(whole) - 5} bytes is cut off"):
+        decode_fields([memoryview(whole[:-5])])
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "words"),
+    [
+        (frames.OTHER, b"no pickle", "a message from the parent can't be read: .*UnpicklingError"),
+        (frames.OTHER, pickle.dumps("begin"), "the parent sent a message of an unknown kind"),
+        (frames.DONE, b"", "the parent sent a message of an unknown kind"),
+    ],
+)
+def test_what_is_no_message_of_the_parent_is_damage(kind: int, body: bytes, words: str) -> None:
+    with pytest.raises(DamagedMessage, match=words):
+        decode_message([memoryview(encode_fields(kind, 0, body))])
+
+
+def test_a_batch_in_memory_that_does_not_exist_is_damage() -> None:
+    header = memoryview(pickle.dumps("value"))
+    for unknown in (SLOT_MAP, SlotMap((None,), (), (), None)):  # a slot; a buffer of the stream
+        with pytest.raises(DamagedMessage, match="a batch names memory that does not exist: "):
+            frames.open_packed(header, [], SlotReader(1), unknown)
+
+
+def test_a_result_whose_metadata_can_not_be_sent_fails() -> None:
+    extras = {"measures": (each for each in "abc")}
+    parts, _ = encode_event(Done(0, 5, Pickled(1), extras=extras, position=9), (), SLOTS)
+    found = decode_fields([memoryview(parts[0])])
+    assert (found.kind, found.seq, found.position) == (frames.FAILED, 5, 9)
+    error = pickle.loads(found.body).to_exception("")
+    assert isinstance(error, ResultPicklingError)
+    assert "metadata of a result" in str(error)
 
 
 class Explosive:

@@ -156,6 +156,14 @@ def test_descriptors_that_did_not_arrive_are_told_with_the_limit() -> None:
         receive([memoryview(part) for part in parts], [])
 
 
+@posix
+def test_a_shipment_that_is_cut_off_is_told_as_that() -> None:
+    parts, fds = shipped(True)
+    os.ftruncate(fds[0], 1000)
+    with pytest.raises(WorkerPicklingError, match="it is truncated, at 1,000 bytes"):
+        receive([memoryview(part) for part in parts], fds)
+
+
 class Unloadable:
     """Object whose parts are not there in the worker."""
 
@@ -242,11 +250,13 @@ def test_the_end_of_a_connection_that_was_dropped_is_not_that_of_the_next_worker
         end.close()
 
 
-@posix
-def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_input() -> None:
+@pytest.mark.parametrize("kind", [pytest.param(SocketEndpoint, marks=posix), PipeEndpoint])
+def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_input(
+    kind: Any,
+) -> None:
     """Unread bytes in a socket that is closed make the other side's next read an error."""
     ours, theirs = multiprocessing.Pipe(duplex=True)
-    endpoint = SocketEndpoint(theirs)
+    endpoint = kind(theirs)
     try:
         endpoint.send([b"a result that nobody reads"])
         ours.close()
@@ -254,6 +264,47 @@ def test_a_worker_whose_parent_hangs_up_without_reading_sees_the_end_of_its_inpu
             endpoint.get()
     finally:
         endpoint.close()
+
+
+@posix
+def test_a_worker_whose_parent_hangs_up_within_a_large_message_sees_the_end_of_its_input() -> None:
+    ours, theirs = Pipe()
+    endpoint = SocketEndpoint(theirs)
+    os.write(ours.fileno(), joined(bytes(1 << 20))[:100_000])
+    ours.close()
+    with pytest.raises(EOFError):
+        endpoint.get()
+    endpoint.close()
+
+
+@posix
+def test_what_a_worker_that_ends_has_not_read_is_dropped_with_its_descriptors() -> None:
+    """The fixture in conftest.py counts them."""
+    wire = Wire(SocketTransport)
+    connection = wire.transport._connections[0]
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            connection.sock.send(bytes(1 << 20))
+    wire.transport.send(0, [b"no room for it"])
+    for _ in range(2):
+        wire.transport.send(0, [b"behind it"], [os.dup(0)])
+    assert wire.transport.wait(0) == []
+    assert len(connection.unsent) == 3
+    wire.theirs.close()
+    assert wire.until_gone() == [(0, None)]
+    assert not connection.unsent
+    wire.close()
+
+
+@posix
+def test_what_is_queued_for_a_worker_that_is_dropped_is_not_sent() -> None:
+    wire = Wire(SocketTransport)
+    wire.transport.send(0, [b"to nobody"])
+    wire.transport.drop(0)
+    wire.transport.flush()
+    with pytest.raises(EOFError):
+        wire.theirs.recv_bytes()
+    wire.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -333,5 +384,8 @@ def test_descriptors_of_which_too_many_are_under_way_are_sent_later(
     frame = other.get()
     assert bytes(frame.parts[0]) == b"a slot"
     os.close(*frame.fds)
+    refusals.append(errno.ENOBUFS)
+    with pytest.raises(OSError, match="as the kernel says it"):
+        endpoint.send([b"another"], [0])
     endpoint.close()
     other.close()

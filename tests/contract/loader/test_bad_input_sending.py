@@ -62,6 +62,48 @@ def with_global(lock: Any) -> Any:
     return names["collate"]
 
 
+def with_a_base(lock: Any) -> Any:
+    class Base:
+        held = lock
+
+    class Derived(Base):
+        pass
+
+    Base.__module__ = Derived.__module__ = "__main__"
+    return Derived
+
+
+def with_a_default(lock: Any) -> Callable[..., Any]:
+    def function(batch: Any, lock: Any = lock) -> Any:
+        return batch
+
+    return function
+
+
+def with_a_keyword(lock: Any) -> Callable[..., Any]:
+    def function(batch: Any, *, lock: Any = lock) -> Any:
+        return batch
+
+    return function
+
+
+def with_an_attribute(lock: Any) -> Callable[..., Any]:
+    function = closure_over(None)
+    vars(function)["lock"] = lock
+    return function
+
+
+class WithState:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __getstate__(self) -> Any:
+        return [self.state]
+
+    def __setstate__(self, state: Any) -> None:
+        (self.state,) = state
+
+
 def of_autograd() -> Any:
     """Tensor that torch's own pickles take, and that can't be sent."""
     weights = torch.ones(2).share_memory_().requires_grad_() * 2
@@ -79,6 +121,12 @@ HELD: list[tuple[Callable[[Any], Any], str]] = [
     (in_a_cycle, rf"\.handle\[1\]{LOCK}"),
     (lambda lock: {lock}, rf"\.<element>\[0\]{LOCK}"),
     (of_the_main_module, rf"\.<class>\.inner{LOCK}"),
+    (lambda lock: {Box(lock): 1}, rf"\.<key>\[0\]\.handle{LOCK}"),
+    (with_a_base, rf"\.<base>\.Base\.held{LOCK}"),
+    (with_a_default, rf"\.<default>\[0\]{LOCK}"),
+    (with_a_keyword, rf"\.lock{LOCK}"),
+    (with_an_attribute, rf"\.lock{LOCK}"),
+    (WithState, rf"\.<state>\[0\]{LOCK}"),
     (lambda _: nested(50_000), r"(\[0\]){1,25} \(a list\).*recursion"),
     (lambda _: FailingState(), r" \(a FailingState\).*the device is busy"),
     (lambda _: of_autograd(), r"\['weights'\] \(a Tensor\) .*detach"),
