@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import platform
 import threading
@@ -18,6 +19,7 @@ from hybridloader import engine
 from hybridloader.engine import Pickled, PrivateSlots, calls, parts_of, work_of
 from hybridloader.engine.calls import BUNDLE_BYTES, BUNDLE_SECONDS, Parts
 from hybridloader.engine.meter import MEASURES, Measures, SliceReport
+from hybridloader.errors import ResultPicklingError, WorkerPicklingError
 from hybridloader.testing import Call
 
 
@@ -41,6 +43,8 @@ class Handle(engine.CallingHandle):
             raise OSError("no connection")
         future: Future[Any] = Future()
         self.calls.append((method, future))
+        if method == "stack":
+            future.set_result("in the sample")
         if method == "step":
             sent, *returns = arguments
             self.sent.append([engine.loads(*parts) for parts, _ in sent if len(parts) == 1])
@@ -133,6 +137,29 @@ def test_a_worker_that_lives_and_can_not_be_called_or_not_answer_is_killed_and_t
     words = "store is full" if called else "could not be called: OSError('no connection')"
     assert words in exited.cause
     assert handle.exitcode == 1
+
+
+def test_a_worker_of_which_nothing_will_be_heard_is_told_of_once() -> None:
+    handle = Handle()
+    handle.answer(0, engine.Ready(3))
+    handle.send(TASK)
+    handle.join(0)
+    assert handle.is_alive()
+    handle.lost("the cluster is gone")
+    handle.answer(1, done(0))
+    handle.life().set_exception(RuntimeError("killed"))
+    assert handle.events == [engine.Ready(3), engine.Exited(3, "the cluster is gone")]
+    assert handle.exitcode == 1
+    made = len(handle.calls)
+    handle.leave()
+    assert len(handle.calls) == made, "who has ended is not asked to leave"
+
+
+def test_a_stack_is_asked_for_beside_the_tasks_and_why_there_is_none_is_told() -> None:
+    handle = Handle()
+    assert handle.stack() == "in the sample"
+    handle.gone = True
+    assert handle.stack() == "Its stack could not be read: OSError('no connection')"
 
 
 def test_the_thread_that_is_told_of_ends_waits_for_none_and_kills_on_another() -> None:
@@ -261,6 +288,18 @@ def test_short_tasks_go_together_and_in_order_unless_they_are_long_large_or_unkn
     assert tasks(handle) == calls
 
 
+def test_results_that_are_sent_on_are_named_by_their_call_and_each_call_once() -> None:
+    handle = Handle()
+    warm(handle)
+    places = [("first", 4), ("first", 0), ("first", 1), ("second", 0), ("first", 2)]
+    for seq, place in enumerate(places):
+        handle.send(engine.Task(seq, Pickled([seq])), calls.Place(*place))
+    handle.answer(2, done(0, seconds=SHORT))
+    assert tasks(handle) == [[0], [1], [2, 3, 4]]
+    assert handle.sent[2][0].index is None
+    assert handle.returns[-1] == ([(0, 1), (1, 0), (0, 2)], "first", "second")
+
+
 @pytest.mark.parametrize("then", ["alone", "a long one", "leave"])
 def test_what_waits_goes_at_once_or_is_dropped_with_the_worker(then: str) -> None:
     handle = Handle(alone=then == "alone")
@@ -337,6 +376,85 @@ def test_a_worker_answers_several_messages_in_order_and_takes_out_what_is_sent_o
             *(sent(first), sent(second)),
         )
         assert values(third) == [1, "own", 4]
+
+
+def test_a_worker_tells_where_it_is_and_what_it_does_until_it_has_ended() -> None:
+    with running(echo) as worker:
+        assert worker.step([]) != []
+        assert worker.where() == (os.getpid(), platform.node())
+        assert "in _get\n" in worker.stack()
+        worker.leave()
+        for _ in range(2):
+            assert worker.step([(parts_of(TASK), None)]) == []
+
+
+def errors(events: list[Parts]) -> list[BaseException]:
+    found = [engine.loads(head, buffers=buffers) for head, *buffers in sent(events)]
+    return [event.failure.exception for event in found if isinstance(event, engine.Failed)]
+
+
+def test_work_that_can_not_be_loaded_is_the_error_of_every_task() -> None:
+    with running(Unloadable()) as worker:
+        worker.step([])
+        for seq in range(2):
+            [error] = errors(worker.step([(parts_of(engine.Task(seq, seq)), None)]))
+            assert isinstance(error, WorkerPicklingError)
+            assert "LookupError('no GPU')" in str(error)
+
+
+class Unloadable:
+    def __reduce__(self) -> Any:
+        return _fail, (LookupError("no GPU"),)
+
+
+def _fail(error: Exception) -> Any:
+    raise error
+
+
+class Wants(Exception):
+    """Can't be made again of its arguments, one of which can't be pickled."""
+
+    def __init__(self, number: int, *, why: Any) -> None:
+        super().__init__(number, why)
+        self.why = why
+
+
+class Refuses(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("not me")
+
+
+def fail_by(kind: str) -> Any:
+    if kind == "local":
+
+        class Local(Exception):
+            pass
+
+        raise Local(5)
+    raise Wants(3, why=threading.Lock()) if kind == "wants" else Refuses(4, "four")
+
+
+def test_errors_arrive_with_their_type_and_what_can_be_sent_of_them() -> None:
+    with running(fail_by) as worker:
+        worker.step([])
+        kinds = [(parts_of(engine.Task(0, kind)), None) for kind in ("wants", "refuses", "local")]
+        wants, refuses, local = errors(worker.step(kinds))
+    assert type(wants) is Wants
+    assert wants.args[0] == 3
+    assert wants.why == wants.args[1]
+    assert "lock" in wants.why
+    assert (type(refuses), refuses.args) == (Refuses, (4, "four"))
+    assert (type(local).__name__, local.args) == ("Local", (5,))
+
+
+def test_a_result_whose_metadata_can_not_be_sent_fails_and_such_a_task_is_not_sent() -> None:
+    odd = done(7)._replace(extras={"odd": threading.Lock()}, position=9)
+    failed = engine.loads(engine.dumps(odd))
+    assert isinstance(failed, engine.Failed)
+    assert (failed.worker, failed.seq, failed.position) == (3, 7, 9)
+    assert isinstance(failed.failure.exception, ResultPicklingError)
+    with pytest.raises(ResultPicklingError):
+        Handle().send(engine.Task(0, threading.Lock()))
 
 
 # -- clocks ----------------------------------------------------------------------------------------
