@@ -8,7 +8,7 @@ devices, and on backends from outside of torch, by tests/accelerator.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -224,6 +224,27 @@ def test_an_object_that_only_pins_is_pinned_and_what_a_named_one_holds_is_moved(
     assert data[1] == Leaf(1, 1)
 
 
+def test_what_an_object_holds_in_containers_is_kept_for_who_takes_it() -> None:
+    @dataclass
+    class Scene:
+        parts: dict[str, Any]
+        missing: Any = field(init=False)
+
+        def to(self, device: str, *, non_blocking: bool = False) -> Scene:
+            tensor = self.parts["x"][0]
+            return Scene({**self.parts, "x": (FAKE.move(tensor),)})
+
+    moving, own = mover(FAKE), FAKE.new_stream()
+    named = torch.arange(5.0)
+    sent = moving.send([Scene({"x": (named,), "text": "y", "b": b"z"})])
+    FAKE.kept.clear()
+    with FAKE.on(own):
+        [scene] = moving.take(sent)
+    assert [stream for _, stream in FAKE.kept] == [own]
+    assert FAKE.holds(scene.parts["x"][0])
+    assert pinning.tensors_in(scene.parts) == [scene.parts["x"][0]]
+
+
 def test_a_device_that_can_not_pin_copies_at_once() -> None:
     class Plain(FakeAccelerator):
         pins = queues_copies = False  # type: ignore[assignment]
@@ -362,6 +383,28 @@ def test_the_kind_of_stream_that_the_module_has_is_taken(scripted: Scripted) -> 
     device = Accelerator(DEVICE)
     assert type(device.side_stream()) is Own
     assert device.current_stream() is current
+
+
+@pytest.mark.parametrize("context", [False, True], ids=["no context yet", "a context"])
+def test_a_device_without_a_number_is_the_current_one_and_nothing_is_initialized_by_asking(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, context: bool
+) -> None:
+    scripted.module = SimpleNamespace(is_initialized=lambda: context)
+    scripted.index = 1
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for found in (pinning.find("cuda"), pinning.current()):
+        assert repr(found) == f"Accelerator('cuda:{int(context)}')"
+    scripted.index = 0
+    other = pinning.find("cuda:1")
+    assert other is not None
+    assert other.device == DEVICE
+    other.enter()
+    assert scripted.index == 1
+    mps = Accelerator(torch.device("mps", 0))
+    assert not mps.pins
+    assert not mps.queues_copies
 
 
 @pytest.mark.parametrize("current", [0, 1])

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import multiprocessing
 import os
+import re
 import socket
 import stat
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from support.platforms import DEADLINE, posix
 
 from hybridloader import DataLoader, Fork, WorkerDied
 from hybridloader.backends.process import transports
-from hybridloader.backends.process.frames import Frame, encode
+from hybridloader.backends.process.frames import TASK, Frame, encode, encode_fields
 from hybridloader.backends.process.transports import (
     PipeEndpoint,
     PipeTransport,
@@ -308,8 +309,16 @@ def test_what_is_queued_for_a_worker_that_is_dropped_is_not_sent() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(
+    ("garbage", "words"),
+    [
+        (b"no event", r"sent an unreadable message \(a message has 8 bytes, fewer than its head"),
+        (encode_fields(TASK, 0, b""), r"message \(a worker sent a message that is not an event"),
+    ],
+    ids=["garbage", "a task"],
+)
 def test_descriptors_that_come_with_damage_or_behind_it_are_closed(
-    monkeypatch: pytest.MonkeyPatch,
+    garbage: bytes, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fixture in conftest.py counts them."""
     with CrewDriver(Fork(), abs) as driven:
@@ -319,13 +328,12 @@ def test_descriptors_that_come_with_damage_or_behind_it_are_closed(
 
         def damaged(timeout: float | None) -> Any:
             monkeypatch.undo()
-            garbage = memoryview(b"no event at all")
-            return [(0, Frame([garbage], [os.dup(0), os.dup(0)])) for _ in range(2)]
+            return [(0, Frame([memoryview(garbage)], [os.dup(0), os.dup(0)])) for _ in range(2)]
 
         monkeypatch.setattr(crew.transport, "wait", damaged)
         [event] = crew.wait(0)
         assert isinstance(event, Exited)
-        assert "sent an unreadable message" in str(event.cause)
+        assert re.search(words, str(event.cause))
         assert crew.transport.wait == wait
 
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -178,15 +179,19 @@ def test_the_new_worker_has_the_number_and_the_seed_of_the_old_one(tmp_path: Pat
     assert replaced == run()
 
 
-def test_a_sample_that_always_kills_is_named_and_the_next_batch_comes() -> None:
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_a_sample_that_always_kills_is_named_and_the_next_batch_comes(
+    batch_size: int | None,
+) -> None:
     data = Deadly(killed, (5,), None)
     policy = RestartPolicy(deaths_per_sample=3)
-    loader = DataLoader(data, 4, num_workers=2, backend="fork", on_worker_death=policy)
+    loader = DataLoader(data, batch_size, num_workers=2, backend="fork", on_worker_death=policy)
     with iter(loader) as it:
-        assert next(it).tolist() == [0, 1, 2, 3]
+        numbers = values if batch_size else list
+        assert numbers(islice(it, 1 if batch_size else 5)) == list(range(4 if batch_size else 5))
         with pytest.raises(WorkerDied, match=r"3 workers died at this sample.*SIGKILL"):
             next(it)
-        assert values(it) == list(range(8, LENGTH))
+        assert numbers(it) == list(range(8 if batch_size else 6, LENGTH))
 
 
 def test_a_sample_that_always_kills_is_skipped_where_bad_samples_are() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from support.compat import Numbers, flat, keep, often
+from support.platforms import needs_fork
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from hybridloader import DataLoader, Threads
@@ -72,6 +74,31 @@ def test_set_epoch_in_the_parent_is_seen_by_all_persistent_workers(backend: str)
         for leaf in leaves:
             leaf.set_epoch(epoch)
         assert [batch[0] for batch in loader] == [(epoch,) * 4] * 4
+
+
+class Locked(Plain):
+    """Dataset that makes a lock, and a pair, for each epoch."""
+
+    shape: tuple[int, ...] = ()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.lock, self.shape = threading.Lock(), (epoch, epoch)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.shape
+
+
+@needs_fork
+def test_what_can_not_be_sent_of_a_new_epoch_stays_as_it_was_with_a_warning() -> None:
+    dataset = Locked(2)
+    loader = DataLoader(
+        dataset, num_workers=1, backend="fork", collate_fn=keep, persistent_workers=True
+    )
+    assert list(loader) == [[()], [()]]
+    dataset.set_epoch(4)
+    words = r"attribute 'lock' of the dataset was rebound, but .* \(.*lock.*\), so the persistent"
+    with pytest.warns(UserWarning, match=words):
+        assert list(loader) == [[(4, 4)], [(4, 4)]]
 
 
 def test_what_lies_within_an_object_that_was_attached_later_is_left_out() -> None:

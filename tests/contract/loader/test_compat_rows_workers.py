@@ -160,8 +160,9 @@ def test_r29_each_worker_iterates_a_copy_of_an_iterable_dataset(backend: Any) ->
     assert dataset.place == 0
 
 
-def test_r31_threads_share_a_map_style_dataset_unless_told_to_copy_it() -> None:
+@pytest.mark.parametrize("backend", ["threads", Inline(copy_dataset=False)])
+def test_r31_workers_share_a_map_style_dataset_unless_told_to_copy_it(backend: Any) -> None:
     dataset = Randomized(4)
-    loader = DataLoader(dataset, num_workers=1, backend="threads", worker_init_fn=set_state)
+    loader = DataLoader(dataset, num_workers=1, backend=backend, worker_init_fn=set_state)
     assert flat(loader) == [0] * 4
     assert dataset.state == 0

@@ -141,6 +141,25 @@ def test_tasks_of_a_megabyte_of_indices_arrive(backend: str) -> None:
     assert list(loader) == [[len(batch), sum(batch)] for batch in batches]
 
 
+class Labels(Dataset[str]):
+    """Samples of which indices are numbers and objects."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: Any) -> str:
+        return str(index if type(index) is int else index.label)
+
+
+@every_process
+def test_indices_that_pickle_alone_can_not_send_arrive_beside_plain_ones(backend: str) -> None:
+    class Index:
+        label = "made on the spot"
+
+    loader = load(Labels(), backend, batch_sampler=[[0, Index()], [1]], collate_fn=_same)
+    assert list(loader) == [["0", "made on the spot"], ["1"]]
+
+
 @every_process
 def test_an_exception_that_can_not_be_loaded_is_an_error_of_its_batch_alone(backend: str) -> None:
     class Stubborn(Exception):
