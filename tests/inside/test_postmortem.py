@@ -241,7 +241,9 @@ def test_a_deep_stack_keeps_its_inner_end() -> None:
 
 
 def test_in_a_dump_that_another_thread_asked_for_the_main_thread_is_the_current_one() -> None:
-    asked = "Current thread 0x2 (most recent call first):\n  a\n\nThread 0x1 (most recent call first):"
+    asked = (
+        "Current thread 0x2 (most recent call first):\n  a\n\nThread 0x1 (most recent call first):"
+    )
     assert postmortem._main_thread_as_current(asked) == (
         "Thread 0x2 (most recent call first):\n  a\n\nCurrent thread 0x1 (most recent call first):"
     )
