@@ -19,7 +19,6 @@ from hybridloader import engine
 from hybridloader.engine import Pickled, PrivateSlots, calls, parts_of, work_of
 from hybridloader.engine.calls import BUNDLE_BYTES, BUNDLE_SECONDS, Parts
 from hybridloader.engine.meter import MEASURES, Measures, SliceReport
-from hybridloader.errors import ResultPicklingError, WorkerPicklingError
 from hybridloader.testing import Call
 
 
@@ -386,75 +385,6 @@ def test_a_worker_tells_where_it_is_and_what_it_does_until_it_has_ended() -> Non
         worker.leave()
         for _ in range(2):
             assert worker.step([(parts_of(TASK), None)]) == []
-
-
-def errors(events: list[Parts]) -> list[BaseException]:
-    found = [engine.loads(head, buffers=buffers) for head, *buffers in sent(events)]
-    return [event.failure.exception for event in found if isinstance(event, engine.Failed)]
-
-
-def test_work_that_can_not_be_loaded_is_the_error_of_every_task() -> None:
-    with running(Unloadable()) as worker:
-        worker.step([])
-        for seq in range(2):
-            [error] = errors(worker.step([(parts_of(engine.Task(seq, seq)), None)]))
-            assert isinstance(error, WorkerPicklingError)
-            assert "LookupError('no GPU')" in str(error)
-
-
-class Unloadable:
-    def __reduce__(self) -> Any:
-        return _fail, (LookupError("no GPU"),)
-
-
-def _fail(error: Exception) -> Any:
-    raise error
-
-
-class Wants(Exception):
-    """Can't be made again of its arguments, one of which can't be pickled."""
-
-    def __init__(self, number: int, *, why: Any) -> None:
-        super().__init__(number, why)
-        self.why = why
-
-
-class Refuses(Exception):
-    def __reduce__(self) -> Any:
-        raise TypeError("not me")
-
-
-def fail_by(kind: str) -> Any:
-    if kind == "local":
-
-        class Local(Exception):
-            pass
-
-        raise Local(5)
-    raise Wants(3, why=threading.Lock()) if kind == "wants" else Refuses(4, "four")
-
-
-def test_errors_arrive_with_their_type_and_what_can_be_sent_of_them() -> None:
-    with running(fail_by) as worker:
-        worker.step([])
-        kinds = [(parts_of(engine.Task(0, kind)), None) for kind in ("wants", "refuses", "local")]
-        wants, refuses, local = errors(worker.step(kinds))
-    assert type(wants) is Wants
-    assert wants.args[0] == 3
-    assert wants.why == wants.args[1]
-    assert "lock" in wants.why
-    assert (type(refuses), refuses.args) == (Refuses, (4, "four"))
-    assert (type(local).__name__, local.args) == ("Local", (5,))
-
-
-def test_a_result_whose_metadata_can_not_be_sent_fails_and_such_a_task_is_not_sent() -> None:
-    odd = done(7)._replace(extras={"odd": threading.Lock()}, position=9)
-    failed = engine.loads(engine.dumps(odd))
-    assert isinstance(failed, engine.Failed)
-    assert (failed.worker, failed.seq, failed.position) == (3, 7, 9)
-    assert isinstance(failed.failure.exception, ResultPicklingError)
-    with pytest.raises(ResultPicklingError):
-        Handle().send(engine.Task(0, threading.Lock()))
 
 
 # -- clocks ----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -49,13 +48,6 @@ def test_a_copy_shares_nothing_that_can_be_changed() -> None:
     odd = copied({"odd": Unpicklable()})["odd"]
     odd.values.append(3)
     assert odd.values == [1, 2, 3]
-
-
-def test_what_is_shared_between_processes_is_the_same_object_in_a_copy() -> None:
-    with socket.socket() as connection:
-        copy = copied({"connection": connection, "list": [1], "tensor": torch.ones(1)})
-        assert copy["connection"] is connection
-        assert copy["list"] == [1]
 
 
 def paced(costs: Iterator[float], step: float, steps: int, every: int = 1) -> list[int]:

@@ -195,10 +195,7 @@ def test_why_a_worker_has_no_stack_is_told() -> None:
 
         return send
 
-    assert record.stack(7, refused(OSError())) == (
-        "",
-        "it has not yet started far enough to report its stack",
-    )
+    assert record.stack(7, refused(OSError()))[1].startswith("it has not yet started far enough")
     os.pwrite(record.fd, postmortem._NUMBERS.pack(50, 7, -1, -1), 0)
     assert record.stack(7, refused(ProcessLookupError())) == ("", "it has ended")
     _, why = record.stack(7, refused(PermissionError(1, "Not permitted")))
@@ -213,7 +210,6 @@ def test_why_a_worker_has_no_stack_is_told() -> None:
 def test_where_every_signal_is_in_use_there_is_none_to_ask_for_a_stack(
     spare: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python handles SIGINT."""
     monkeypatch.setattr(postmortem.system, "spare_signals", lambda: spare)
     assert postmortem.free_signal() is None
 
@@ -238,16 +234,6 @@ def test_a_deep_stack_keeps_its_inner_end() -> None:
     assert len(text) <= MOST
     assert text.splitlines()[1] == "  ... (80 frames omitted)"
     assert text.splitlines()[2:] == frames[19::-1]
-
-
-def test_in_a_dump_that_another_thread_asked_for_the_main_thread_is_the_current_one() -> None:
-    asked = (
-        "Current thread 0x2 (most recent call first):\n  a\n\nThread 0x1 (most recent call first):"
-    )
-    assert postmortem._main_thread_as_current(asked) == (
-        "Thread 0x2 (most recent call first):\n  a\n\nCurrent thread 0x1 (most recent call first):"
-    )
-    assert postmortem._main_thread_as_current("nothing") == "nothing"
 
 
 ALONE = "<Cannot show all threads while the GIL is disabled>"

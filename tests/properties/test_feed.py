@@ -96,13 +96,6 @@ def test_a_close_by_a_signals_handler_in_the_middle_of_get_is_no_missing_item() 
         queue.get()
 
 
-def test_a_close_of_the_queue_from_within_is_no_missing_item_either() -> None:
-    relay = Relay(iter(range(3)), "never started", depth=1)
-    relay.close()
-    with pytest.raises(IteratorClosed):
-        next(relay)
-
-
 def test_a_relay_lets_in_what_its_limit_allows_and_one_that_is_larger_alone() -> None:
     pulled: list[int] = []
     third = threading.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from typing import Any
 
@@ -157,6 +158,28 @@ def test_no_memory_for_a_slot_sends_the_batch_through_the_stream(
     slot_map, (buffer,) = pair.pass_on(b"y" * 400_000)
     assert (slots_of(slot_map), slot_map.refusal) == ([FIRST], None)
     assert bytes(buffer) == b"y" * 400_000
+
+
+@posix  # descriptors
+def test_memory_that_can_not_be_mapped_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = descriptors()
+    monkeypatch.setattr(segments.os, "posix_fallocate", lambda *_: None)
+    with pytest.raises(OSError, match=f"could not map {1 << 62} bytes: "):
+        segments.make(1 << 62)
+    assert descriptors() == before
+
+
+@posix  # descriptors
+def test_a_descriptor_that_does_not_arrive_is_told_with_the_limit() -> None:
+    pair = Pair()
+    slot_map, fds = pair.writer.write([memoryview(bytes(OWN))])
+    os.close(*fds)
+    pair.reader.learn(slot_map, [])
+    with pytest.raises(MemoryError, match=r"its descriptor has not arrived \(ulimit -n\)"):
+        pair.reader.buffers(slot_map, [])
+    pair.writer.close()
 
 
 @posix  # descriptors

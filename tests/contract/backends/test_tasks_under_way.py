@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybridloader import DataLoader, WorkerDied
@@ -98,6 +99,17 @@ def test_an_error_of_a_batch_behind_a_stuck_one_comes_in_its_place(
         next(iterator)
     assert "sample 6" in caught.value.__notes__
     assert list(iterator) == [[9, 10, 11]]
+
+
+@pytest.mark.parametrize("backend", ["threads", "fork"])
+def test_a_batch_of_no_list_among_those_that_are_begun_early_comes_in_its_place(
+    backend: str, tmp_path: Path
+) -> None:
+    batches: Any = [WARM, WARM, [], [0, 1], np.array([2, 3]), [4]]
+    options: dict[str, Any] = {"threads_per_worker": 2, "num_workers": 1, "collate_fn": list}
+    dataset: Any = Numbers(tmp_path, set())
+    found = list(DataLoader(dataset, batch_sampler=batches, backend=backend, **options))
+    assert found == [WARM, WARM, [], [0, 1], [2, 3], [4]]
 
 
 def test_a_worker_that_is_killed_was_at_its_oldest_task(tmp_path: Path) -> None:

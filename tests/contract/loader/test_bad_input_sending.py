@@ -63,45 +63,13 @@ def with_global(lock: Any) -> Any:
 
 
 def with_a_base(lock: Any) -> Any:
-    class Base:
-        held = lock
-
-    class Derived(Base):
-        pass
-
-    Base.__module__ = Derived.__module__ = "__main__"
-    return Derived
+    base = type("Base", (), {"held": lock, "__module__": "__main__"})
+    return type("Derived", (base,), {"__module__": "__main__"})
 
 
-def with_a_default(lock: Any) -> Callable[..., Any]:
-    def function(batch: Any, lock: Any = lock) -> Any:
-        return batch
-
-    return function
-
-
-def with_a_keyword(lock: Any) -> Callable[..., Any]:
-    def function(batch: Any, *, lock: Any = lock) -> Any:
-        return batch
-
-    return function
-
-
-def with_an_attribute(lock: Any) -> Callable[..., Any]:
-    function = closure_over(None)
-    vars(function)["lock"] = lock
-    return function
-
-
-class WithState:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
+class WithState(Box):
     def __getstate__(self) -> Any:
-        return [self.state]
-
-    def __setstate__(self, state: Any) -> None:
-        (self.state,) = state
+        return [self.handle]
 
 
 def of_autograd() -> Any:
@@ -123,9 +91,8 @@ HELD: list[tuple[Callable[[Any], Any], str]] = [
     (of_the_main_module, rf"\.<class>\.inner{LOCK}"),
     (lambda lock: {Box(lock): 1}, rf"\.<key>\[0\]\.handle{LOCK}"),
     (with_a_base, rf"\.<base>\.Base\.held{LOCK}"),
-    (with_a_default, rf"\.<default>\[0\]{LOCK}"),
-    (with_a_keyword, rf"\.lock{LOCK}"),
-    (with_an_attribute, rf"\.lock{LOCK}"),
+    (lambda lock: lambda batch, held=lock: batch, rf"\.<default>\[0\]{LOCK}"),
+    (lambda lock: lambda batch, *, held=lock: batch, rf"\.held{LOCK}"),
     (WithState, rf"\.<state>\[0\]{LOCK}"),
     (lambda _: nested(50_000), r"(\[0\]){1,25} \(a list\).*recursion"),
     (lambda _: FailingState(), r" \(a FailingState\).*the device is busy"),

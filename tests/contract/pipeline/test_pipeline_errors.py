@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from support.failing_datasets import kinds, of_a_loader_within, outcomes
+from support.platforms import needs_fork
 
 from hybridloader import Pipeline, StateError, TooManyErrors, WorkerDied, WorkerTimeout
-from hybridloader.errors import IteratorClosed, NotReady, ShardLost, TaskTimeout
+from hybridloader.errors import (
+    IteratorClosed,
+    NotReady,
+    ResultPicklingError,
+    ShardLost,
+    TaskTimeout,
+)
 
 KINDS = ("inline", "threads", "fork")
 
@@ -64,6 +72,14 @@ def test_what_ends_a_thread_between_two_steps_is_not_taken_for_the_end_of_the_it
             next(run)
         with pytest.raises(IteratorClosed):
             next(run)
+
+
+@needs_fork
+def test_an_item_that_can_not_be_sent_fails_alone_among_those_that_go_with_it() -> None:
+    items = [*range(70), threading.Lock(), *range(70, 95)]
+    pipe = Pipeline.from_iterable(items).map(abs, backend="fork", num_workers=1)
+    with pipe.run() as run:
+        assert everything(run) == [*range(70), ResultPicklingError, *range(70, 95)]
 
 
 # -- errors of a user's code that are of our own types -------------------------------------------------
