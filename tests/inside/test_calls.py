@@ -42,8 +42,6 @@ class Handle(engine.CallingHandle):
             raise OSError("no connection")
         future: Future[Any] = Future()
         self.calls.append((method, future))
-        if method == "stack":
-            future.set_result("in the sample")
         if method == "step":
             sent, *returns = arguments
             self.sent.append([engine.loads(*parts) for parts, _ in sent if len(parts) == 1])
@@ -152,13 +150,6 @@ def test_a_worker_of_which_nothing_will_be_heard_is_told_of_once() -> None:
     made = len(handle.calls)
     handle.leave()
     assert len(handle.calls) == made, "who has ended is not asked to leave"
-
-
-def test_a_stack_is_asked_for_beside_the_tasks_and_why_there_is_none_is_told() -> None:
-    handle = Handle()
-    assert handle.stack() == "in the sample"
-    handle.gone = True
-    assert handle.stack() == "Its stack could not be read: OSError('no connection')"
 
 
 def test_the_thread_that_is_told_of_ends_waits_for_none_and_kills_on_another() -> None:

@@ -77,28 +77,33 @@ def test_set_epoch_in_the_parent_is_seen_by_all_persistent_workers(backend: str)
 
 
 class Locked(Plain):
-    """Dataset that makes a lock, and a pair, for each epoch."""
-
-    shape: tuple[int, ...] = ()
+    """Dataset that makes a lock for each epoch."""
 
     def set_epoch(self, epoch: int) -> None:
-        self.lock, self.shape = threading.Lock(), (epoch, epoch)
+        self.lock, self.epoch = threading.Lock(), epoch
+
+
+class Shaped(Wrapper):
+    shape: tuple[int, ...] = ()
 
     def __getitem__(self, index: int) -> Any:
-        return self.shape
+        return self.shape, self.inner[index]
 
 
 @needs_fork
 def test_what_can_not_be_sent_of_a_new_epoch_stays_as_it_was_with_a_warning() -> None:
-    dataset = Locked(2)
+    dataset = Shaped(Locked(1))
     loader = DataLoader(
         dataset, num_workers=1, backend="fork", collate_fn=keep, persistent_workers=True
     )
-    assert list(loader) == [[()], [()]]
-    dataset.set_epoch(4)
-    words = r"attribute 'lock' of the dataset was rebound, but .* \(.*lock.*\), so the persistent"
+    assert list(loader) == [[((), -1)]]
+    dataset.inner.set_epoch(4)
+    dataset.shape = 3, 3
+    words = (
+        r"attribute 'inner.lock' of the dataset was rebound, but .* \(.*lock.*\), so the persistent"
+    )
     with pytest.warns(UserWarning, match=words):
-        assert list(loader) == [[(4, 4)], [(4, 4)]]
+        assert list(loader) == [[((3, 3), 4)]]
 
 
 def test_what_lies_within_an_object_that_was_attached_later_is_left_out() -> None:
