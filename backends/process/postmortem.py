@@ -326,12 +326,9 @@ class PostmortemWriter:
 
 def free_signal() -> int | None:
     """Find a signal that is not caught, ignored or waited for in this process; None if there is none."""
-    candidates = system.spare_signals()
-    if not candidates:
-        return None
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     status = _status_of(os.getpid())  # includes handlers of native code
-    for signum in candidates:
+    for signum in system.spare_signals():
         used = signum in blocked or signal.getsignal(signum) != signal.SIG_DFL
         if not (used or _has(status, "SigCgt", signum) or _has(status, "SigIgn", signum)):
             return signum

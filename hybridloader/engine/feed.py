@@ -252,8 +252,6 @@ class Relay(Iterator[Any]):
         # Called first on the thread, for example to choose a device.
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1, got {depth}")
         self.queue = RelayQueue(name, depth, weigh, limit)
         self.get, self.when_ready = self.queue.get, self.queue.when_ready
         self._thread = threading.Thread(

@@ -248,8 +248,6 @@ def _smaller_base(tensor: torch.Tensor) -> _Base | None:
 
     It is smaller after `expand`: three numbers are sent as three numbers, as with torch.
     """
-    if not tensor.numel():
-        return None
     start, end = _extent(tensor)
     smaller = end - start < tensor.numel() * tensor.element_size()
     return _Base(tensor.untyped_storage(), start, end) if smaller else None
