@@ -108,7 +108,7 @@ def test_a_script_that_can_not_run_again_gets_an_error_with_the_cure(
     last = done.stderr[done.stderr.rindex("hybridloader.errors.Worker") :]
     # multiprocessing's own processes print the error: ours is not yet there to send it.
     assert re.search(words, last if method == "forkserver" or script is BELOW else done.stderr)
-    assert method == "forkserver" or script is BELOW or "first runs the top of the script" in last
+    assert method == "forkserver" or script is BELOW or "runs the top of the script first" in last
 
 
 # -- entries of torch's collate map ------------------------------------------------------------------
