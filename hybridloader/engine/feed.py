@@ -440,10 +440,9 @@ class StageFlow:
         self.queued = 0  # items in flight, or waiting to be returned
         self._items: dict[int, int] = {}  # items of each task in flight or waiting
 
-    def room(self) -> int | None:
-        """Return the number of further items that may be in flight; None: any number."""
-        if self.prefetch is None:
-            return None
+    def room(self) -> int:
+        """Return the number of further items that may be in flight, if there is a limit."""
+        assert self.prefetch is not None
         waiting = 0 if self.relay is None else len(self.relay.items)
         return max(0 if self.queued else 1, self.prefetch - self.queued - waiting)
 

@@ -204,6 +204,8 @@ class Scheduler:
         ordered: bool = True,  # pop results in the order of their tasks, else as they arrive
         dispatch: Dispatch = round_robin,
     ) -> None:
+        if workers < 1 or window < 1:
+            raise ValueError(f"need workers >= 1 and window >= 1, got {workers} and {window}")
         self.window = window
         self.ordered = ordered
         self.dispatch = dispatch

@@ -849,7 +849,7 @@ class Stage(Iterator[Any]):
             worker = scheduler.dispatch(scheduler)
             if worker is None:
                 break
-            most = None if flow is None else flow.room()
+            most = None if flow is None or flow.prefetch is None else flow.room()
             if most == 0:
                 break
             try:

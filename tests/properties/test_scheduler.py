@@ -57,6 +57,12 @@ def test_a_move_that_no_table_has_is_refused_with_state_and_event() -> None:
                 worker_after(0, place, event)
 
 
+@pytest.mark.parametrize("size", [(0, 1), (1, 0)])
+def test_a_scheduler_has_a_worker_and_room_for_a_task(size: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=f"got {size[0]} and {size[1]}"):
+        Scheduler(*size)
+
+
 def test_illegal_calls_raise_and_leave_everything_as_it_was() -> None:
     scheduler = Scheduler(2, 2)
     scheduler.begin()
