@@ -21,8 +21,6 @@ from support.random_datasets import Drawing, add, collate, states
 from torch.utils.data import Dataset, get_worker_info
 
 from hybridloader import DataLoader, Pipeline, SampleSeeding, rng
-from hybridloader._support import installed_torch
-from hybridloader.seeding import thread_generators
 
 
 def seeded(function: Callable[[int], Any], items: int = 1, **where: Any) -> Any:
@@ -145,19 +143,6 @@ def test_what_is_drawn_on_a_thread_is_what_a_process_draws() -> None:
     wanted = list(seeded(draw, 2 * len(DRAWN), backend="fork"))
     names = [*DRAWN]
     assert [names[n // 2] for n, one in enumerate(found) if one != wanted[n]] == []
-
-
-def test_functions_that_take_no_generator_draw_as_those_that_take_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    wanted = list(seeded(draw, 2 * len(DRAWN), backend="fork"))
-    takes = installed_torch.takes_generator
-    monkeypatch.setattr(
-        installed_torch, "takes_generator", lambda name: "_like" not in name and takes(name)
-    )
-    made_anew = thread_generators.mode_class.__wrapped__
-    monkeypatch.setattr(thread_generators, "mode_class", made_anew)
-    assert list(seeded(draw, 2 * len(DRAWN))) == wanted
 
 
 def test_what_the_loop_draws_meanwhile_is_its_own() -> None:
