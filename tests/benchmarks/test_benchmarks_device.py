@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -126,10 +127,23 @@ KNOWN = (
 """Tests that need a device which is still at work when a call returns."""
 
 
+LEFT_OUT = " ".join(f"--deselect tests/accelerator/{test}" for test in KNOWN)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", [*command.TESTS, "bandwidth", "overlap"])
-def test_all_other_lines_on_a_stub(tmp_path: Path, name: str) -> None:
-    left_out = " ".join(f"--deselect tests/accelerator/{test}" for test in KNOWN)
-    lines = on_the_stub(tmp_path, name, PYTEST_ADDOPTS=left_out)
-    assert sum(line.section == name for line in lines) >= 4
+@pytest.mark.parametrize("name", command.TESTS)
+def test_each_test_of_a_device_is_a_line_on_a_stub(tmp_path: Path, name: str) -> None:
+    lines = on_the_stub(tmp_path, name, PYTEST_ADDOPTS=LEFT_OUT)
+    file = ROOT / "tests" / "accelerator" / f"test_{name}.py"
+    tests = {*re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)}
+    tests -= {test.partition("::")[2] for test in KNOWN}
+    assert {line.name.partition("[")[0] for line in lines if line.section == name} == tests
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["bandwidth", "overlap"])
+def test_figures_of_copies_on_a_stub(tmp_path: Path, name: str) -> None:
+    lines = on_the_stub(tmp_path, name)
+    assert sum(line.section == name for line in lines) >= 7

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from PIL import Image
@@ -226,14 +225,17 @@ def test_the_comparisons_give_both_loaders_equal_work(
     assert min(call(theirs), call(ours)) > 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads files of the kernel")
-def test_the_memory_of_workers_is_that_of_all_processes_below_this_one() -> None:
-    words: Any = {"num_workers": 2, "backend": "fork", "persistent_workers": True}
-    loader = hybridloader.DataLoader([1, 2], **words)  # type: ignore[arg-type]
-    found = demo.memory(lambda: loader)
-    below = psutil.Process().children(recursive=True)
-    assert len(below) >= 2
-    assert found == pytest.approx(sum(p.memory_full_info().pss for p in below) / 1e6, rel=0.5)
+def test_the_memory_of_workers_is_that_of_all_processes_below_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pid, children in {os.getpid(): "11 12", 11: "13", 12: "", 13: ""}.items():
+        task = tmp_path / str(pid) / "task" / str(pid)
+        task.mkdir(parents=True)
+        (task / "children").write_text(children)
+        memory = f"Rss: 9 kB\nPss: {1000 * pid} kB\nPss_Dirty: 5 kB\n"
+        (tmp_path / str(pid) / "smaps_rollup").write_text(memory)
+    monkeypatch.setattr(demo.system, "PROC", str(tmp_path))
+    assert demo.memory(lambda: [0]) == 11 + 12 + 13
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
