@@ -83,6 +83,6 @@ def test_the_wait_for_the_gil_is_the_time_by_which_a_nap_is_late(
 
     clock = FakeClock(5.0)
     monkeypatch.setattr("hybridloader.engine.meter.sleep", nap)
-    told = metered(Meter(Metering(None, gil=True), clock), clock, EVERY)
-    assert told is not None
-    assert told.wait_for_gil == pytest.approx(late, abs=1e-9)
+    measures = metered(Meter(Metering(None, gil=True), clock), clock, EVERY)
+    assert measures is not None
+    assert measures.wait_for_gil == pytest.approx(late, abs=1e-9)

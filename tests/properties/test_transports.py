@@ -288,7 +288,7 @@ def test_what_a_worker_that_ends_has_not_read_is_dropped_with_its_descriptors() 
             connection.sock.send(bytes(1 << 20))
     wire.transport.send(0, [b"no room for it"])
     for _ in range(2):
-        wire.transport.send(0, [b"behind it"], [os.dup(0)])
+        wire.transport.send(0, [b"after it"], [os.dup(0)])
     assert wire.transport.wait(0) == []
     assert len(connection.unsent) == 3
     wire.theirs.close()

@@ -147,16 +147,16 @@ def test_an_order_that_torchdata_drew_is_drawn_on() -> None:
     generator = torch.Generator().manual_seed(8)
     before = generator.get_state()
     order = torch.randperm(12, generator=generator).tolist()
-    behind = torch.randperm(12, generator=generator).tolist()
+    following = torch.randperm(12, generator=generator).tolist()
     sampler = {"samples_yielded": 8, "sampler_iter_state": {"yielded": 8, "generator": before}}
     loader = loader_of(range(12), 4, shuffle=True)
     loader.load_state_dict({**ALONE, "dataset_state": None, "_sampler_iter_state": sampler})
     assert [*loader] == [order[8:]]
     batches = iter(loader)
-    assert next(batches) == behind[:4]
-    told = loader.state_dict()["_sampler_iter_state"]
-    assert told["samples_yielded"] == told["sampler_iter_state"]["yielded"]
-    assert [index for batch in batches for index in batch] == behind[4:]
+    assert next(batches) == following[:4]
+    state = loader.state_dict()["_sampler_iter_state"]
+    assert state["samples_yielded"] == state["sampler_iter_state"]["yielded"]
+    assert [index for batch in batches for index in batch] == following[4:]
 
 
 def test_single_samples_and_their_order_are_those_of_torchdata() -> None:

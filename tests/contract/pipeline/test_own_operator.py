@@ -342,10 +342,10 @@ class Value:
         self.kept.add(self)
 
 
-@pytest.mark.parametrize("behind", [Totals(), Alternate()], ids=["made again", "found again"])
-def test_marks_that_no_state_can_need_any_more_are_let_go(behind: Operator) -> None:
+@pytest.mark.parametrize("after", [Totals(), Alternate()], ids=["made again", "found again"])
+def test_marks_that_no_state_can_need_any_more_are_let_go(after: Operator) -> None:
     pipe = Pipeline.from_iterable(lambda: iter(range(2000)), backend="inline", num_workers=1)
-    counts = [len(Value.kept) for _ in pipe.filter(str).apply(Marking()).apply(behind)]
+    counts = [len(Value.kept) for _ in pipe.filter(str).apply(Marking()).apply(after)]
     assert 2 <= max(counts) < 600
 
 

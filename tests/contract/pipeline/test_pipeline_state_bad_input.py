@@ -176,14 +176,14 @@ def test_damaged_places_of_a_buffer_a_generator_and_readers_are_told() -> None:
     drawn = RandomSampler(data, generator=torch.Generator())
     plain = Pipeline.from_dataset(data)
     read = Pipeline.from_iterable(data, **where)  # type: ignore[arg-type]
-    for pipe, mark, field, damage, told in (
+    for pipe, mark, field, damage, message in (
         (plain.shuffle(4), ":1", "value", [3, 8, 0, "x"], "shuffle: the numbers .* are damaged"),
         (Pipeline.from_dataset(data, sampler=drawn), ":0", "value", "AA", "generator is damaged"),
         (read, ":0-0", "at", 9, "is after item 9 of pass 2, and item 5 of pass 2 is needed"),
     ):
         state = a_state(pipe, 5)
         state["marks"][mark][field] = damage
-        with pytest.raises(StateError, match=told):
+        with pytest.raises(StateError, match=message):
             pipe.run(state=state)
 
 

@@ -218,10 +218,10 @@ def test_an_error_of_a_function_names_the_file_or_the_sample(folder: Path) -> No
         (Files(folder / "a", decode=bytes.decode), UnicodeDecodeError, "a/1.txt"),
         (tar, IndexError, "loading sample 's0000' of "),
     ]:
-        with pytest.raises(kind) as told:
+        with pytest.raises(kind) as raised:
             source[0]
         if sys.version_info >= (3, 11):
-            assert any(place in note for note in told.value.__notes__)
+            assert any(place in note for note in raised.value.__notes__)
 
 
 def test_a_damaged_archive_is_told(tmp_path: Path) -> None:

@@ -50,11 +50,11 @@ def test_a_loader_and_a_pipeline_read_them_by_any_sampler() -> None:
 
 
 def test_what_a_subclass_lacks_or_has_wrong_is_told() -> None:
-    for sizes, told in [
+    for sizes, message in [
         ([[1], [2]], r"there are 2 shards, and shard_sizes of the shape \(2, 1\)"),
         ([3, -2], "shard 1 has -2 samples; pass 0 or more"),
     ]:
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             Counted(sizes)
     shards = Counted([2])
     assert shards.fetched(0, 1) is None  # nobody has read ahead

@@ -96,9 +96,9 @@ def test_a_dataset_is_resumed_with_the_shards_that_lack(tmp_path: Path) -> None:
     assert not [*(tmp_path / "out").glob(".part*")]
     (tmp_path / "out" / ".part-left").write_bytes(b"half")
     samples.bad, samples.read = -1, [0] * 400
-    told: list[int] = []
-    assert write_shards(samples, url, samples_per_shard=100, report=told.append) == [100] * 4
-    assert told == [2, 3, 4]  # those that are there at once
+    reported: list[int] = []
+    assert write_shards(samples, url, samples_per_shard=100, report=reported.append) == [100] * 4
+    assert reported == [2, 3, 4]  # those that are there at once
     assert sum(samples.read[:200]) == 1  # by which the source is known; the rest was there
     assert all(samples.read[200:])
     assert contents(f"{url}/*.tar", index="beside") == expected(400)
@@ -191,9 +191,9 @@ def test_a_store_that_refuses_a_file_or_a_listing_is_named(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("no more room")
 
-    for what, told in (("put_file", "_pack.json, writing"), ("ls", "/out")):
+    for what, words in (("put_file", "_pack.json, writing"), ("ls", "/out")):
         monkeypatch.setattr(type(memory), what, refuse)
-        with pytest.raises(StoreError, match=rf"memory:/{{0,2}}.*{told}.*no more room"):
+        with pytest.raises(StoreError, match=rf"memory:/{{0,2}}.*{words}.*no more room"):
             write_shards(Samples(4), "memory://out")
         monkeypatch.undo()
 
@@ -264,11 +264,11 @@ def test_the_command_counts_shards_on_a_terminal_and_takes_options_of_a_store(
         def isatty(self) -> bool:
             return True
 
-    monkeypatch.setattr(sys, "stderr", told := Terminal())
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     (photos / "dog").rename(tmp_path / "dog")  # with it, all files that are skipped
     out = f"file://{tmp_path}/out"
     words = ["--samples-per-shard", "1", "--storage-options", '{"skip_instance_cache": true}']
     assert main(["write-shards", str(photos), "-o", out, *words]) == 0
-    assert told.getvalue() == (
+    assert terminal.getvalue() == (
         "0 shards are done\r1 shards are done\r1 samples in 1 shards, 1 to 1 in each\n"
     )

@@ -38,8 +38,11 @@ def test_a_gate_and_a_crew_that_are_waited_for_in_vain_are_errors(
     monkeypatch.setattr("hybridloader.testing.DEADLINE", 0.0)
     gate, contract = Gate(), BackendContract()
     contract.backend = Threads()  # type: ignore[misc]
-    for wait, told in ((gate.await_arrivals, "no worker came"), (gate.arrive, "was never opened")):
-        with pytest.raises(TimeoutError, match=told):
+    for wait, message in (
+        (gate.await_arrivals, "no worker came"),
+        (gate.arrive, "was never opened"),
+    ):
+        with pytest.raises(TimeoutError, match=message):
             wait()
     with contract.crew(contract.spec(abs)) as crew, pytest.raises(AssertionError, match="so far: "):
         crew.collect(1)
